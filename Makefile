@@ -1,0 +1,49 @@
+# A bare `make` lists the targets. Each installs what it needs into .venv first, and again when the pins change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help init train test lint lab export exercises clean
+
+help:
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+init: $(VENV)/.dev  ## Set up .venv with everything the course uses
+
+train: $(VENV)/.runtime  ## Train a small model on real text; it ends up under runs/
+	$(BIN)/llm-course train --config configs/first_run.yaml
+
+test: $(VENV)/.dev  ## Prove the whole course: export, lint, types, every notebook, every test
+	$(BIN)/python scripts/check.py
+
+lint: $(VENV)/.dev  ## Check style and types alone
+	$(BIN)/python scripts/check.py lint types
+
+lab: $(VENV)/.dev  ## Open the course in JupyterLab
+	$(BIN)/jupyter-lab nbs/index.ipynb
+
+export: $(VENV)/.dev  ## Write llm_course/ from the notebooks, and clean the notebooks
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+
+exercises: $(VENV)/.dev  ## Write the student versions of the exercises to exercises/
+	$(BIN)/python scripts/exercises.py
+
+clean:  ## Remove .venv and everything generated, but not runs/
+	rm -rf $(VENV) build dist _docs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find llm_course tests scripts nbs -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+# Two stamps, so that training does not wait for the tools of the classroom.
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; v = sys.version_info; sys.exit(v < (3, 11) and 'llm_course needs Python 3.11 or later, and $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12 ...' % v[:2])"
+	@echo "Setting up $(VENV) (once; PyTorch is a large download) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Adding the notebook and test tools ..."
+	@$(INSTALL) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,175 @@
+"""Hand out the exercises without their solutions, and grade what comes back.
+
+    python scripts/exercises.py                       write exercises/NN_name.ipynb for every nbs/exercises/NN_name.ipynb
+    python scripts/exercises.py release 05_attention  only this one
+    python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb and print each student's points
+
+`make exercises` runs the first. What a student has changed in exercises/ is never overwritten without --force.
+
+Behind it stands an ordinary nbgrader course in the folder _nbgrader/: one assignment for each chapter, the sources, the
+submissions, and the gradebook. Written answers are graded by a person: open JupyterLab in _nbgrader/, and Formgrader
+in its Nbgrader menu. There `nbgrader generate_feedback 05_attention` also writes a page for each student.
+
+Grading runs the students' code with your rights. Take a container or an account without secrets for people you do not know.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbgrader.api import Gradebook, MissingEntry
+from nbgrader.apps import NbGraderAPI
+from nbgrader.coursedir import CourseDirectory
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "nbs" / "exercises"
+RELEASE = ROOT / "exercises"
+COURSE = ROOT / "_nbgrader"
+
+os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]  # nbgrader calls `alembic` by its bare name
+warnings.filterwarnings("ignore", module="nbgrader")  # SQLAlchemy has opinions on nbgrader's queries
+
+
+@dataclass
+class Score:
+    """What one graded cell brought; `score` is None until a person has graded it."""
+
+    student: str
+    exercise: str
+    cell: str
+    score: float | None
+    points: float
+
+
+def succeed(result: dict, what: str) -> None:
+    if not result["success"]:
+        sys.exit(f"nbgrader could not {what}:\n{result.get('log') or ''}\n{result.get('error') or ''}")
+
+
+def find_exercises(names: list[str] | None = None) -> list[Path]:
+    """The notebooks with solutions, all or those named."""
+    paths = {path.stem: path for path in sorted(SOURCES.glob("[0-9][0-9]_*.ipynb"))}
+    if unknown := set(names or ()) - set(paths):
+        sys.exit(f"no exercise is called {', '.join(sorted(unknown))}; there are: {', '.join(paths) or 'none'}")
+    return [path for name, path in paths.items() if not names or name in names]
+
+
+def open_course(course: Path) -> NbGraderAPI:
+    course.mkdir(parents=True, exist_ok=True)
+    config = Config()
+    config.CourseDirectory.root = str(course.resolve())
+    config.CourseDirectory.course_id = "llm_course"
+    config.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
+    config.Execute.timeout = 120  # seconds for a cell
+    return NbGraderAPI(CourseDirectory(config=config), config=config)
+
+
+def generate(sources: list[Path], course: Path) -> list[Path]:
+    """Take the notebooks into the nbgrader course, solutions and hidden tests included; return the student versions."""
+    api = open_course(course)
+    for source in sources:
+        staged = course / "source" / source.stem / source.name  # nbgrader wants a folder for each assignment
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, staged)
+        succeed(api.generate_assignment(source.stem), f"make the student version of {source.name}")
+    return [course / "release" / source.stem / source.name for source in sources]
+
+
+def release(sources: list[Path], course: Path = COURSE, destination: Path = RELEASE, *, force: bool = False) -> list[Path]:
+    """Write the student versions to `destination`, and return those written. A file changed by hand is kept, but for `force`."""
+    previous = {path.name: path.read_bytes() for path in course.glob("release/*/*.ipynb")}
+    destination.mkdir(parents=True, exist_ok=True)
+    written = []
+    for made in generate(sources, course):
+        target = destination / made.name
+        if target.exists() and not force and target.read_bytes() not in (made.read_bytes(), previous.get(made.name)):
+            print(f"kept {target}: it holds work, or comes from elsewhere; --force overwrites it", file=sys.stderr)
+            continue
+        shutil.copyfile(made, target)
+        written.append(target)
+    return written
+
+
+def grade(submissions: Path, sources: list[Path], course: Path = COURSE) -> list[Score]:
+    """Grade `submissions`/STUDENT/NN_name.ipynb with nbgrader. Tests are replaced by the real ones, hidden tests included."""
+    exercises = {source.stem: source for source in sources}
+    handed_in = [path for path in sorted(submissions.glob("*/*.ipynb")) if path.stem in exercises]
+    if not handed_in:
+        sys.exit(f"found no {submissions / 'STUDENT' / 'NN_name.ipynb'}, with one of the names {', '.join(exercises)}")
+    used = {path.stem for path in handed_in}
+    generate([source for source in sources if source.stem in used], course)
+    api, scores = open_course(course), []
+    for path in handed_in:
+        student, exercise = path.parent.name, path.stem
+        staged = course / "submitted" / student / exercise / path.name
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, staged)
+        succeed(api.autograde(exercise, student), f"grade {path}")
+        scores += read_scores(api.coursedir.db_url, student, exercise)
+    return scores
+
+
+def read_scores(db_url: str, student: str, exercise: str) -> list[Score]:
+    """What the gradebook holds, in the order of the notebook's cells."""
+    with Gradebook(db_url, "llm_course") as gradebook:
+        try:
+            notebook = gradebook.find_submission_notebook(exercise, exercise, student)
+        except MissingEntry:
+            return []
+        order = [cell.name for cell in notebook.notebook.source_cells]
+        grades = sorted(notebook.grades, key=lambda grade: order.index(grade.name))
+        return [Score(student, exercise, g.name, None if g.needs_manual_grade else g.score, g.max_score) for g in grades]
+
+
+def print_scores(scores: list[Score]) -> None:
+    """One table for each exercise: a row for each student, a column for each task. `+4?` waits for a person."""
+
+    def cell(found: list[Score]) -> str:
+        waiting = sum(score.points for score in found if score.score is None)
+        return f"{sum(score.score or 0 for score in found):g}" + (f"+{waiting:g}?" if waiting else "")
+
+    for exercise in sorted({score.exercise for score in scores}):
+        here = [score for score in scores if score.exercise == exercise]
+        tasks = list(dict.fromkeys(re.split("[-_]", score.cell)[0] for score in here))
+        by_task = {task: [score for score in here if re.split("[-_]", score.cell)[0] == task] for task in tasks}
+        students = sorted({score.student for score in here})
+        some = students[0]
+        print(f"\n{exercise}")
+        print(f"{'':20}" + "".join(f"{task:>9}" for task in tasks) + f"{'total':>9}")
+        highest = [sum(s.points for s in found if s.student == some) for found in by_task.values()]
+        print(f"{'points':20}" + "".join(f"{points:9g}" for points in highest) + f"{sum(highest):9g}")
+        for student in students:
+            rows = [[s for s in found if s.student == student] for found in by_task.values()]
+            print(f"{student:20}" + "".join(f"{cell(row):>9}" for row in rows) + f"{cell([s for row in rows for s in row]):>9}")
+    if any(score.score is None for score in scores):
+        print("\n+N?: up to N points wait for a person, in Formgrader (see --help)")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command")
+    to_release = commands.add_parser("release", help="write the student versions (without any command: of all exercises)")
+    to_release.add_argument("names", nargs="*", metavar="NN_name", help="exercises, all if none is named")
+    to_release.add_argument("--force", action="store_true", help="overwrite what was changed by hand, too")
+    to_grade = commands.add_parser("grade", help="grade what students handed in")
+    to_grade.add_argument("submissions", type=Path, metavar="DIR", help="holds a folder for each student, with notebooks in it")
+    options = parser.parse_args(arguments or ["release"])
+    if options.command == "grade":
+        print_scores(grade(options.submissions, find_exercises()))
+        return
+    for path in release(find_exercises(options.names), force=options.force):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        points = [c["metadata"]["nbgrader"]["points"] for c in cells if "points" in c["metadata"].get("nbgrader", {})]
+        print(f"{path.relative_to(ROOT)}: {sum(points)} points in {len(points)} graded cells")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,293 @@
+"""Attention at its edges: odd sizes, blind rows, wrong inputs, and Hugging Face's layers as the oracle."""
+
+import copy
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from llm_course.model.attention import (
+    MultiHeadAttention,
+    attention_weights,
+    causal_mask,
+    document_mask,
+    padding_mask,
+    scaled_dot_product_attention,
+)
+from llm_course.model.embedding import RotaryEmbedding
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sizes = st.integers(1, 7)
+
+
+def by_definition(q, k, v, visible, scale, softcap=None):
+    """One query, one head, one key at a time, in float64."""
+    B, H, T, D = q.shape
+    K, S = k.shape[1], k.shape[2]
+    out = torch.zeros(B, H, T, D, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                keys = [s for s in range(S) if visible[b, h, t, s]]
+                if not keys:
+                    continue
+                kv = h // (H // K)
+                scores = torch.stack([(q[b, h, t].double() @ k[b, kv, s].double()) * scale for s in keys])
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = scores.exp() / scores.exp().sum()
+                out[b, h, t] = sum(w * v[b, kv, s].double() for w, s in zip(weights, keys, strict=True))
+    return out.float()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    B=st.integers(1, 2), K=st.integers(1, 3), group=st.integers(1, 3), T=sizes, S=sizes, D=sizes,
+    is_causal=st.booleans(), masked=st.booleans(), softcap=st.sampled_from([None, 2.0]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_equals_the_definition(B, K, group, T, S, D, is_causal, masked, softcap, seed):
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, K * group, T, D, generator=g)
+    k, v = torch.randn(B, K, S, D, generator=g), torch.randn(B, K, S, D, generator=g)
+    mask = torch.rand(B, 1, T, S, generator=g) > 0.5 if masked else None  # often with rows that see nothing
+    visible = torch.ones(B, K * group, T, S, dtype=torch.bool)
+    if masked:
+        visible &= mask
+    if is_causal:
+        visible &= torch.tensor([[s <= S - T + t for s in range(S)] for t in range(T)])
+    got = scaled_dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, softcap=softcap, scale=0.7)
+    assert_close(got, by_definition(q, k, v, visible, 0.7, softcap), atol=1e-5, rtol=1e-4)
+    weights = attention_weights(q, k, mask=mask, is_causal=is_causal, softcap=softcap, scale=0.7)
+    assert_close(weights.sum(-1), visible.any(-1).float())
+
+
+@settings(max_examples=30, deadline=None)
+@given(T=st.integers(0, 9), S=st.integers(0, 9), W=st.one_of(st.none(), st.integers(1, 10)))
+def test_causal_mask_follows_its_rule(T, S, W):
+    mask = causal_mask(T, S, sliding_window=W)
+    assert mask.shape == (T, S) and mask.dtype == torch.bool
+    for t in range(T):
+        for s in range(S):
+            distance = S - T + t - s
+            assert mask[t, s].item() == (distance >= 0 and (W is None or distance < W))
+
+
+def test_masks_have_the_shapes_that_broadcast():
+    assert padding_mask(torch.tensor([[0, 1, 1]])).tolist() == [[[[False, True, True]]]]
+    ids = torch.tensor([[0, 0, 1]])
+    assert document_mask(ids)[0, 0].int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    for function in (padding_mask, document_mask):
+        with pytest.raises(ValueError, match="expected"):
+            function(torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (1,), (3, 5), (3, 1), (1, 1, 1, 5), (2, 1, 3, 5), (2, 4, 3, 5), (2, 4, 3, 1)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_every_mask_that_broadcasts(shape, softcap):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.rand(shape) > 0.4
+    got = scaled_dot_product_attention(q, k, v, mask=mask, softcap=softcap)
+    assert_close(got, by_definition(q, k, v, mask.expand(2, 4, 3, 5), 8**-0.5, softcap), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_blind_rows_are_zero_and_keep_gradients_finite(softcap):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    mask = padding_mask(torch.tensor([[0, 0, 1, 1]]))
+    out = scaled_dot_product_attention(q, k, v, mask=mask, is_causal=True, softcap=softcap)
+    assert out[:, :, :2].abs().max() == 0
+    out.square().sum().backward()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+    assert q.grad[:, :, :2].abs().max() == 0 and k.grad[:, :, :2].abs().max() == 0
+
+
+def test_more_queries_than_keys_and_no_keys_at_all():
+    q = torch.randn(1, 2, 5, 4)
+    k = torch.randn(1, 2, 3, 4)
+    out = scaled_dot_product_attention(q, k, k, is_causal=True)
+    assert out[:, :, :2].abs().max() == 0 and out[:, :, 2:].abs().min() > 0  # the last query stands on the last key
+    for is_causal in (False, True):
+        assert scaled_dot_product_attention(q, k[:, :, :0], k[:, :, :0], is_causal=is_causal).abs().max() == 0
+        assert scaled_dot_product_attention(q[:, :, :0], k, k, is_causal=is_causal).shape == (1, 2, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(q=torch.randn(2, 3, 4)), "expected"),
+        (dict(q=torch.randn(1, 3, 4, 8)), "multiple of 2"),
+        (dict(q=torch.randn(1, 4, 4, 6)), "one B and D"),
+        (dict(v=torch.randn(1, 2, 3, 8)), "each key needs one value"),
+        (dict(mask=torch.ones(4, 4)), "mask.bool"),
+        (dict(mask=torch.ones(1, 1, 1, 3, dtype=torch.bool)), "does not broadcast"),
+        (dict(mask=torch.ones(1, 1, 1, 1, 4, dtype=torch.bool)), "does not broadcast"),
+        (dict(softcap=0.0), "softcap=0.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    arguments = dict(q=torch.randn(1, 4, 4, 8), k=torch.randn(1, 2, 4, 8), v=torch.randn(1, 2, 4, 8)) | change
+    with pytest.raises(ValueError, match=message):
+        scaled_dot_product_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(num_heads=3), "num_heads=3, or give head_dim"),
+        (dict(num_kv_heads=3), "num_kv_heads=3"),
+        (dict(num_heads=0), "num_heads=0"),
+        (dict(num_kv_heads=0), "num_kv_heads=0"),
+        (dict(head_dim=0), "head_dim=0"),
+        (dict(sliding_window=0), "sliding_window=0"),
+        (dict(softcap=-1.0), "softcap=-1.0"),
+        (dict(dropout=1.0), "dropout=1.0"),
+    ],
+)
+def test_wrong_sizes_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MultiHeadAttention(16, **({"num_heads": 4} | arguments))
+
+
+class Cache:
+    def __init__(self):
+        self.layers = {}
+
+    def update(self, layer_index, k, v):
+        if layer_index in self.layers:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer_index], (k, v), strict=True))
+        self.layers[layer_index] = k, v
+        return k, v
+
+
+class Forgetful:
+    def update(self, layer_index, k, v):
+        return k[:, :, -1:], v[:, :, -1:]
+
+
+def test_forward_refuses_what_does_not_fit():
+    layer, x, rope = MultiHeadAttention(16, 4), torch.randn(2, 5, 16), RotaryEmbedding(4)
+    with pytest.raises(ValueError, match=r"expected \(B, T, 16\)"):
+        layer(x[0])
+    with pytest.raises(ValueError, match="positions of these T tokens only"):
+        layer(x, position_embeddings=rope(torch.arange(1)))  # would broadcast: every token at position 0
+    with pytest.raises(ValueError, match="does not broadcast"):
+        layer(x, mask=torch.ones(2, 5, dtype=torch.bool))  # a (B, S) padding mask
+    with pytest.raises(ValueError, match="the cache returned S=1"):
+        layer(x, cache=Forgetful())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=5), kv=st.sampled_from([1, 2, 4]), padding=st.integers(0, 3),
+    window=st.sampled_from([None, 1, 3]), softcap=st.sampled_from([None, 4.0]), qk_norm=st.booleans(),
+)  # fmt: skip
+def test_cached_decoding_equals_the_full_pass(pieces, kv, padding, window, softcap, qk_norm):
+    torch.manual_seed(0)
+    T, rope = sum(pieces), RotaryEmbedding(6)
+    layer = MultiHeadAttention(
+        16, 4, num_kv_heads=kv, head_dim=6, sliding_window=window, softcap=softcap, qk_norm=qk_norm, layer_index=3
+    )
+    tokens = torch.ones(2, T, dtype=torch.long)
+    tokens[1, : min(padding, T - 1)] = 0
+    x, positions, mask = torch.randn(2, T, 16), (tokens.cumsum(-1) - 1).clamp(min=0), padding_mask(tokens)
+    full = layer(x, position_embeddings=rope(positions), mask=mask)
+    cache, outputs, end = Cache(), [], 0
+    for size in pieces:
+        start, end = end, end + size
+        turn = rope(positions[:, start:end])
+        outputs.append(layer(x[:, start:end], position_embeddings=turn, mask=mask[..., :end], cache=cache))
+    assert_close(torch.cat(outputs, 1), full, atol=1e-5, rtol=1e-4)
+    n = min(padding, T - 1)
+    alone = layer(x[1:, n:], position_embeddings=rope(torch.arange(T - n)))
+    assert_close(full[1:, n:], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0), dict(num_kv_heads=1), dict(qk_norm=True)])
+def test_no_future_leaks_through_any_option(options):
+    torch.manual_seed(0)
+    layer, x = MultiHeadAttention(16, 4, **options), torch.randn(1, 6, 16, requires_grad=True)
+    everything = torch.ones(6, 6, dtype=torch.bool)
+    for mask in (None, everything):
+        for t in range(6):
+            (gradient,) = torch.autograd.grad(layer(x, mask=mask)[0, t].sum(), x)
+            assert gradient[0, t + 1 :].abs().sum() == 0 and gradient[0, t].abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_agrees_with_hugging_face(family):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=10, num_hidden_layers=1)
+    extra = {"llama": dict(attention_bias=True), "qwen3": {}, "mistral": dict(sliding_window=3)}[family]
+    config = getattr(transformers, f"{name}Config")(**sizes, **extra, attn_implementation="eager")
+    module = getattr(transformers.models, family)
+    theirs = getattr(getattr(module, f"modeling_{family}"), f"{name}Attention")(config, layer_idx=0).eval()
+    ours = MultiHeadAttention(
+        32, 4, num_kv_heads=2, head_dim=10, attention_bias=family == "llama", qk_norm=family == "qwen3",
+        sliding_window=3 if family == "mistral" else None,
+    )  # fmt: skip
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # fresh norms and biases would hide a wrong mapping
+    ours.load_state_dict(theirs.state_dict())
+    x, turn = torch.randn(2, 7, 32), RotaryEmbedding(10)(torch.arange(7))
+    hidden = ~causal_mask(7, sliding_window=3 if family == "mistral" else None)
+    additive = torch.zeros(1, 1, 7, 7).masked_fill(hidden, torch.finfo(torch.float32).min)
+    assert_close(ours(x, position_embeddings=turn), theirs(x, turn, additive)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_dropout_acts_in_training_only():
+    torch.manual_seed(0)
+    for softcap in (None, 5.0):
+        layer, x = MultiHeadAttention(16, 4, dropout=0.5, softcap=softcap), torch.randn(1, 6, 16)
+        assert not torch.equal(layer(x), layer(x))
+        layer.eval()
+        assert_close(layer(x), layer(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_bfloat16_autocast_stays_near_float32(softcap):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=True, softcap=softcap)
+    x, turn = torch.randn(2, 6, 32), RotaryEmbedding(8)(torch.arange(6))
+    mask = padding_mask(torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))
+    with torch.autocast("cpu", torch.bfloat16):
+        half = layer(x, position_embeddings=turn, mask=mask)
+    assert half.dtype == torch.bfloat16
+    assert_close(half.float(), layer(x, position_embeddings=turn, mask=mask), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0)])
+def test_gradients_are_right_in_float64(options):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(8, 4, num_kv_heads=2, attention_bias=True, **options).double()
+    turn = tuple(t.double() for t in RotaryEmbedding(2)(torch.arange(4)))
+    mask = padding_mask(torch.tensor([[0, 1, 1, 1]]))
+    x = torch.randn(1, 4, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x, position_embeddings=turn, mask=mask), x)
+
+
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiles_as_one_graph(options, masked):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(16, 4, num_kv_heads=2, qk_norm=True, **options)
+    x, turn = torch.randn(2, 6, 16), RotaryEmbedding(4)(torch.arange(6))
+    mask = padding_mask(torch.ones(2, 6)) if masked else None
+    compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)  # fullgraph: an error at any break
+    assert_close(compiled(x, position_embeddings=turn, mask=mask), layer(x, position_embeddings=turn, mask=mask))
+
+
+def test_non_contiguous_inputs():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, 8, 4, 2).transpose(2, 4).unbind(0)  # (5, 2, 4, 8), strided
+    assert_close(
+        scaled_dot_product_attention(q, k, v, is_causal=True),
+        scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True),
+    )

@@ -1,0 +1,247 @@
+"""The exercises grade the student: solutions pass, blanks fail, and each wrong answer is caught by a message that teaches.
+
+A graded notebook in nbs/exercises/ gives its cells names: `task3-mask` holds a solution, `task3-mask-test` its test, and
+more tests of it are called `task3-mask-test-NAME`. The wrong answers to NN_name.ipynb stand in wrong_answers/NN_name.md.
+"""
+
+import ast
+import contextlib
+import functools
+import io
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import exercises  # noqa: E402
+
+NOTEBOOKS = exercises.find_exercises()
+NAMES = [path.stem for path in NOTEBOOKS]
+FEWEST_WRONG_ANSWERS = 5
+MARKERS = ("BEGIN SOLUTION", "END SOLUTION", "BEGIN HIDDEN TESTS", "END HIDDEN TESTS", "MARK SCHEME")
+
+
+@dataclass(frozen=True)
+class Cell:
+    name: str  # nbgrader's grade_id, or empty
+    kind: str  # "given", "solution", "test" (graded by the machine) or "manual" (graded by a person)
+    source: str
+    is_code: bool
+    points: float
+
+    @property
+    def task(self) -> str:
+        return self.name.split("-")[0]
+
+
+def read_cells(path: Path) -> list[Cell]:
+    cells = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        marks = cell.metadata.get("nbgrader", {})
+        kind = {(1, 0): "test", (0, 1): "solution", (1, 1): "manual"}.get((marks.get("grade"), marks.get("solution")), "given")
+        cells.append(Cell(marks.get("grade_id", ""), kind, cell.source, cell.cell_type == "code", marks.get("points", 0)))
+    return cells
+
+
+@functools.cache
+def compiled(source: str, name: str):
+    return compile(source, name, "exec")
+
+
+def run(cells: list[Cell], *, replace: dict[str, str] | None = None) -> dict[str, Exception]:
+    """Run the code cells in a fresh namespace, as nbgrader does: on after an error. Return the errors by the cells' names."""
+    namespace: dict = {"__name__": "__main__"}
+    errors = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for cell in cells:
+            if cell.is_code:
+                source = (replace or {}).get(cell.name, cell.source)
+                try:
+                    exec(compiled(source, cell.name), namespace)
+                except Exception as error:
+                    errors[cell.name] = error
+    return errors
+
+
+# ---------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    exercise: str
+    cell: str
+    name: str
+    message: str  # a part of what the student must be told
+    blocks: tuple[tuple[str, str], ...]  # ("python", a whole cell) or ("diff", changes to the solution)
+
+    @property
+    def is_right(self) -> bool:
+        return self.message == "passes"
+
+    def write(self, solution: str) -> str:
+        """The cell as the student hands it in."""
+        for language, block in self.blocks:
+            if language == "python":
+                solution = block
+                continue
+            lines = block.rstrip("\n").split("\n")
+            old = "".join(line[1:] + "\n" for line in lines if line.startswith("-"))
+            new = "".join(line[1:] + "\n" for line in lines if line.startswith("+"))
+            framed = f"\n{solution}\n"  # so that only whole lines match
+            assert framed.count(f"\n{old}") == 1, f"{self.name}: not once in the solution of {self.cell}:\n{old}"
+            solution = framed.replace(f"\n{old}", f"\n{new}")[1:-1]
+        return solution
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """`## cell`, below it for each answer `### name`, `> the words that must appear`, and a fenced block or more."""
+    answers = []
+    for section in re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        cell, *parts = re.split(r"^### ", section, flags=re.MULTILINE)
+        for part in parts:
+            quoted = re.findall(r"^> (.+)$", part, re.MULTILINE)
+            blocks = re.findall(r"^```(python|diff)\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+            name = part.splitlines()[0].strip()
+            assert quoted and blocks, f"{path.name}, {name}: needs a quoted message and a block of code"
+            answers.append(Answer(path.stem, cell.strip(), name, quoted[0].strip(), tuple(blocks)))
+    return answers
+
+
+ANSWERS = [
+    answer
+    for name in NAMES
+    if (path := ROOT / "tests" / "wrong_answers" / f"{name}.md").exists()
+    for answer in read_answers(path)
+]
+
+
+@functools.cache
+def cells_of(exercise: str) -> list[Cell]:
+    return read_cells(exercises.SOURCES / f"{exercise}.ipynb")
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: f"{a.exercise}-{a.cell}-{a.name}")
+def test_answer(answer):
+    """A wrong answer fails its own task, and no other, with a message that teaches; a right one passes."""
+    cells = cells_of(answer.exercise)
+    solution = {cell.name: cell.source for cell in cells if cell.kind == "solution"}[answer.cell]
+    errors = run(cells, replace={answer.cell: answer.write(solution)})
+    if answer.is_right:
+        assert errors == {}, "another way to the right result must earn its points"
+        return
+    kinds = {cell.name: cell.kind for cell in cells}
+    own = {name: error for name, error in errors.items() if name.startswith(f"{answer.cell}-test")}
+    assert own, f"nothing noticed it; errors elsewhere: {errors}"
+    assert {name for name in errors if kinds[name] != "test"} == set(), "the answer itself must run: it is wrong, not broken"
+    task = answer.cell.split("-")[0]
+    assert {name for name in errors if name.split("-")[0] != task} == set(), "it makes another task fail"
+    for name, error in own.items():
+        assert isinstance(error, AssertionError), f"{name} ends in {error!r}, not in a message of its own"
+    assert any(answer.message in str(error) for error in own.values()), "\n".join(map(str, own.values()))
+
+
+@pytest.mark.parametrize("exercise", NAMES)
+def test_every_graded_cell_has_wrong_answers(exercise):
+    cells = cells_of(exercise)
+    found = [answer.cell for answer in ANSWERS if answer.exercise == exercise and not answer.is_right]
+    tested = {cell.name.split("-test")[0] for cell in cells if cell.kind == "test"}
+    assert {cell.name for cell in cells if cell.kind == "solution"} == tested == set(found)
+    assert {name: found.count(name) for name in tested if found.count(name) < FEWEST_WRONG_ANSWERS} == {}
+
+
+# ---------------------------------------------------------------- the notebooks
+
+
+@pytest.mark.parametrize("exercise", NAMES)
+def test_names_points_and_messages(exercise):
+    cells = cells_of(exercise)
+    graded = [cell for cell in cells if cell.kind in ("test", "manual")]
+    assert graded and all(cell.points > 0 for cell in graded)
+    tests = [cell.name for cell in cells if cell.kind == "test"]
+    assert [name for name in tests if not re.fullmatch(r"task\d+-[a-z0-9_]+-test(-[a-z0-9_]+)?", name)] == []
+    assert all(cell.name for cell in cells if cell.is_code), "every code cell needs a grade_id; lock those that are given"
+    text = "\n".join(cell.source for cell in cells if not cell.is_code)
+    for cell in graded:
+        statements = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assert)] if cell.is_code else []
+        assert [ast.unparse(s) for s in statements if not s.msg] == [], f"{cell.name}: an assert without a message"
+    assert sum(cell.points for cell in graded) == sum(map(int, re.findall(r"^\| \d+ \|.*\| (\d+) \|$", text, re.MULTILINE)))
+    tasks = len({cell.task for cell in graded})
+    assert text.count("<summary>Hint 1</summary>") >= tasks and text.count("Hint 1<") == text.count("Hint 2<")
+
+
+@pytest.mark.parametrize("exercise", NAMES)
+def test_solution_passes_in_one_process(exercise):
+    assert run(cells_of(exercise)) == {}
+
+
+# ---------------------------------------------------------------- the release, and nbgrader itself
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=NAMES)
+def released(request, tmp_path_factory):
+    """A source notebook, its student version, and the nbgrader course that made it."""
+    folder = tmp_path_factory.mktemp(request.param.stem)
+    [path] = exercises.release([request.param], folder / "course", folder / "exercises")
+    return request.param, path, folder / "course"
+
+
+def test_release_is_the_same_each_time_and_gives_nothing_away(released, tmp_path):
+    source, path, _ = released
+    [again] = exercises.release([source], tmp_path / "course", tmp_path / "exercises")
+    assert again.read_bytes() == path.read_bytes()
+    text = path.read_text(encoding="utf-8")
+    assert [marker for marker in MARKERS if marker in text] == []
+    student = read_cells(path)
+    assert [cell.name for cell in student] == [cell.name for cell in read_cells(source)]
+    assert all("YOUR" in cell.source for cell in student if cell.kind in ("solution", "manual"))
+    assert all(not cell.get("outputs") for cell in nbformat.read(path, as_version=4).cells)
+    for before, after in zip(read_cells(source), student, strict=True):
+        for region in re.findall(r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", before.source, re.DOTALL):
+            assert region.strip() not in after.source
+        assert before.kind != "manual" or before.source not in after.source
+
+
+def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):
+    """Without nbgrader: a stand-in makes the student versions."""
+
+    def generate(sources: list[Path], course: Path) -> list[Path]:
+        made = course / "release" / "05_x" / "05_x.ipynb"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text(version)
+        return [made]
+
+    monkeypatch.setattr(exercises, "generate", generate)
+    arguments = [], tmp_path / "course", tmp_path / "exercises"
+    target = tmp_path / "exercises" / "05_x.ipynb"
+    for version in ("first", "first", "second"):  # nobody has touched the file, so it follows
+        assert exercises.release(*arguments) == [target]
+        assert target.read_text() == version
+    target.write_text("a student's work")
+    for version in ("second", "third"):  # noqa: B007
+        assert exercises.release(*arguments) == []
+        assert target.read_text() == "a student's work" and "kept" in capsys.readouterr().err
+    assert exercises.release(*arguments, force=True) == [target]
+    assert target.read_text() == "third"
+
+
+def test_nbgrader_gives_the_solution_all_points_and_the_blank_none(released, tmp_path, capsys):
+    source, blank, course = released
+    for student, path in (("blank", blank), ("solved", source)):
+        (tmp_path / student).mkdir()
+        (tmp_path / student / source.name).write_bytes(path.read_bytes())
+    scores = exercises.grade(tmp_path, [source], course)
+    graded = {cell.name: cell for cell in read_cells(source) if cell.kind in ("test", "manual")}
+    by_student = {name: {score.cell: score for score in scores if score.student == name} for name in ("blank", "solved")}
+    assert by_student["blank"].keys() == by_student["solved"].keys() == graded.keys()
+    for name, cell in graded.items():
+        assert by_student["blank"][name].score == 0
+        assert by_student["solved"][name].points == cell.points
+        assert by_student["solved"][name].score == (cell.points if cell.kind == "test" else None)  # a person's part waits
+    exercises.print_scores(scores)
+    total = sum(cell.points for cell in graded.values() if cell.kind == "test")
+    assert re.search(rf"^solved .* {total}(\+\d+\?)?$", capsys.readouterr().out, re.MULTILINE)
