@@ -27,12 +27,18 @@ from pathlib import Path
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.apps import NbGraderAPI
 from nbgrader.coursedir import CourseDirectory
-from traitlets.config import Config
+from traitlets.config import PyFileConfigLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "nbs" / "exercises"
 RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
+
+SETTINGS = """c = get_config()
+c.CourseDirectory.course_id = "llm_course"
+c.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
+c.Execute.timeout = 120  # seconds for a cell
+"""
 
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]  # nbgrader calls `alembic` by its bare name
 warnings.filterwarnings("ignore", module="nbgrader")  # SQLAlchemy has opinions on nbgrader's queries
@@ -63,12 +69,11 @@ def find_exercises(names: list[str] | None = None) -> list[Path]:
 
 
 def open_course(course: Path) -> NbGraderAPI:
+    """The course in this folder, with the same settings as for nbgrader's own commands there."""
     course.mkdir(parents=True, exist_ok=True)
-    config = Config()
+    (course / "nbgrader_config.py").write_text(SETTINGS, encoding="utf-8")
+    config = PyFileConfigLoader("nbgrader_config.py", str(course)).load_config()
     config.CourseDirectory.root = str(course.resolve())
-    config.CourseDirectory.course_id = "llm_course"
-    config.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
-    config.Execute.timeout = 120  # seconds for a cell
     return NbGraderAPI(CourseDirectory(config=config), config=config)
 
 

@@ -54,17 +54,24 @@ def compiled(source: str, name: str):
 
 
 def run(cells: list[Cell], *, replace: dict[str, str] | None = None) -> dict[str, Exception]:
-    """Run the code cells in a fresh namespace, as nbgrader does: on after an error. Return the errors by the cells' names."""
+    """Run the code cells in a fresh namespace, as nbgrader does: on after an error. Return the errors by the cells' names.
+
+    `replace` gives cells another source. Tests before the first of them are left out: they cannot notice, and no later cell
+    may need them.
+    """
     namespace: dict = {"__name__": "__main__"}
-    errors = {}
+    errors: dict[str, Exception] = {}
+    replace = replace or {}
+    changed = not replace
     with contextlib.redirect_stdout(io.StringIO()):
         for cell in cells:
-            if cell.is_code:
-                source = (replace or {}).get(cell.name, cell.source)
-                try:
-                    exec(compiled(source, cell.name), namespace)
-                except Exception as error:
-                    errors[cell.name] = error
+            changed |= cell.name in replace
+            if not cell.is_code or (cell.kind == "test" and not changed):
+                continue
+            try:
+                exec(compiled(replace.get(cell.name, cell.source), cell.name), namespace)
+            except Exception as error:
+                errors[cell.name] = error
     return errors
 
 
@@ -182,28 +189,45 @@ def test_solution_passes_in_one_process(exercise):
 # ---------------------------------------------------------------- the release, and nbgrader itself
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS, ids=NAMES)
-def released(request, tmp_path_factory):
-    """A source notebook, its student version, and the nbgrader course that made it."""
-    folder = tmp_path_factory.mktemp(request.param.stem)
-    [path] = exercises.release([request.param], folder / "course", folder / "exercises")
-    return request.param, path, folder / "course"
-
-
-def test_release_is_the_same_each_time_and_gives_nothing_away(released, tmp_path):
-    source, path, _ = released
-    [again] = exercises.release([source], tmp_path / "course", tmp_path / "exercises")
-    assert again.read_bytes() == path.read_bytes()
-    text = path.read_text(encoding="utf-8")
+def check_release(source: Path, released: Path) -> None:
+    """The student version has the same cells, with stubs, and gives nothing away."""
+    text = released.read_text(encoding="utf-8")
     assert [marker for marker in MARKERS if marker in text] == []
-    student = read_cells(path)
-    assert [cell.name for cell in student] == [cell.name for cell in read_cells(source)]
-    assert all("YOUR" in cell.source for cell in student if cell.kind in ("solution", "manual"))
-    assert all(not cell.get("outputs") for cell in nbformat.read(path, as_version=4).cells)
-    for before, after in zip(read_cells(source), student, strict=True):
+    assert all(not cell.get("outputs") for cell in nbformat.read(released, as_version=4).cells)
+    for before, after in zip(read_cells(source), read_cells(released), strict=True):
+        assert after.name == before.name
+        assert "YOUR" in after.source or before.kind not in ("solution", "manual")
+        assert before.kind != "manual" or before.source not in after.source
         for region in re.findall(r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", before.source, re.DOTALL):
             assert region.strip() not in after.source
-        assert before.kind != "manual" or before.source not in after.source
+
+
+def check_scores(cells: list[Cell], scores: list[exercises.Score]) -> None:
+    """The solution has all points of the tests, the blank none, and a person's part waits."""
+    graded = {cell.name: cell for cell in cells if cell.kind in ("test", "manual")}
+    blank, solved = ({s.cell: s for s in scores if s.student == student} for student in ("blank", "solved"))
+    assert blank.keys() == solved.keys() == graded.keys()
+    for name, cell in graded.items():
+        assert (blank[name].score, solved[name].points) == (0, cell.points)
+        assert solved[name].score == (cell.points if cell.kind == "test" else None)
+
+
+@pytest.mark.filterwarnings("ignore:Object of type")  # SQLAlchemy on nbgrader's queries
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=NAMES)
+def test_nbgrader_releases_and_grades(source, tmp_path, capsys):
+    course = tmp_path / "course"
+    [released] = exercises.release([source], course, tmp_path / "exercises")
+    [again] = exercises.release([source], tmp_path / "course2", tmp_path / "exercises2")
+    assert again.read_bytes() == released.read_bytes()
+    check_release(source, released)
+    for student, path in (("blank", released), ("solved", source)):
+        (tmp_path / "submissions" / student).mkdir(parents=True)
+        (tmp_path / "submissions" / student / source.name).write_bytes(path.read_bytes())
+    scores = exercises.grade(tmp_path / "submissions", [source], course)
+    check_scores(cells_of(source.stem), scores)
+    exercises.print_scores(scores)
+    total = sum(cell.points for cell in cells_of(source.stem) if cell.kind == "test")
+    assert re.search(rf"^solved .* {total}(\+\d+\?)?$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):
@@ -227,21 +251,3 @@ def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):
         assert target.read_text() == "a student's work" and "kept" in capsys.readouterr().err
     assert exercises.release(*arguments, force=True) == [target]
     assert target.read_text() == "third"
-
-
-def test_nbgrader_gives_the_solution_all_points_and_the_blank_none(released, tmp_path, capsys):
-    source, blank, course = released
-    for student, path in (("blank", blank), ("solved", source)):
-        (tmp_path / student).mkdir()
-        (tmp_path / student / source.name).write_bytes(path.read_bytes())
-    scores = exercises.grade(tmp_path, [source], course)
-    graded = {cell.name: cell for cell in read_cells(source) if cell.kind in ("test", "manual")}
-    by_student = {name: {score.cell: score for score in scores if score.student == name} for name in ("blank", "solved")}
-    assert by_student["blank"].keys() == by_student["solved"].keys() == graded.keys()
-    for name, cell in graded.items():
-        assert by_student["blank"][name].score == 0
-        assert by_student["solved"][name].points == cell.points
-        assert by_student["solved"][name].score == (cell.points if cell.kind == "test" else None)  # a person's part waits
-    exercises.print_scores(scores)
-    total = sum(cell.points for cell in graded.values() if cell.kind == "test")
-    assert re.search(rf"^solved .* {total}(\+\d+\?)?$", capsys.readouterr().out, re.MULTILINE)

@@ -6,7 +6,7 @@
 __all__ = ['DataConfig', 'TrainingConfig', 'OptimizationConfig', 'CheckpointConfig', 'LoggingConfig', 'Config', 'load_config',
            'save_config']
 
-# %% ../../nbs/12_config.ipynb #3a9703a9
+# %% ../../nbs/12_config.ipynb #aa434ab9
 import argparse
 import glob
 import math

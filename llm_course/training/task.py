@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['StepOutput', 'TrainingTask', 'build_adamw', 'learning_rate_factor', 'build_schedule', 'LanguageModelingTask']
 
-# %% ../../nbs/13_task.ipynb #60217fc8
+# %% ../../nbs/13_task.ipynb #5f015749
 import dataclasses
 import math
 from collections.abc import Callable
