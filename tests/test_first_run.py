@@ -84,7 +84,8 @@ def test_the_saved_configuration_gives_the_same_run(folder):
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send SIGINT to one process")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
-    words = ("train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "2000", "--training.eval_interval", "2000")
+    long = ("--training.max_steps", "2000", "--training.eval_interval", "2000")
+    words = ("train", "--config", "small.yaml", "--run-dir", "run", *long)
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ModelConfig', 'DecoderOutput', 'DecoderModel']
 
-# %% ../../nbs/09_decoder.ipynb #9075c5fe
+# %% ../../nbs/09_decoder.ipynb #ab7bfd40
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

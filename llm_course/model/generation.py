@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KVCache', 'sample', 'generate_tokens', 'generate', 'stream_text']
 
-# %% ../../nbs/10_generation.ipynb #bd8dee5b
+# %% ../../nbs/10_generation.ipynb #1afec655
 from collections.abc import Iterator
 from typing import Any
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TransformerBlock']
 
-# %% ../../nbs/08_transformer_block.ipynb #b420c75b
+# %% ../../nbs/08_transformer_block.ipynb #7a6dff93
 from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention

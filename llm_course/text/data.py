@@ -6,7 +6,7 @@
 __all__ = ['Corpus', 'load_corpus', 'split_documents', 'PackedDataset', 'ResumableBatchSampler', 'BaseDataModule',
            'TextDataModule']
 
-# %% ../../nbs/02_data.ipynb #c8c01066
+# %% ../../nbs/02_data.ipynb #e5833716
 import ast
 import glob
 import hashlib

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MetricsLogger', 'read_metrics', 'plot_losses', 'LossPlot', 'TensorBoardLogger', 'ProgressBar']
 
-# %% ../../nbs/16_callbacks.ipynb #acb10b41
+# %% ../../nbs/16_callbacks.ipynb #988a32b8
 import json
 from pathlib import Path
 from typing import Any

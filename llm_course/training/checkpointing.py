@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['split_tensors', 'join_tensors', 'CheckpointManager', 'verify', 'load_checkpoint', 'Checkpointer', 'GracefulStop']
 
-# %% ../../nbs/18_checkpointing.ipynb #6ee3bb14
+# %% ../../nbs/18_checkpointing.ipynb #cadd6874
 import hashlib
 import json
 import os

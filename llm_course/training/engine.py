@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TrainState', 'Callback', 'resolve_device', 'computes_in_bf16', 'unwrap', 'TrainingEngine']
 
-# %% ../../nbs/14_engine.ipynb #ab33f853
+# %% ../../nbs/14_engine.ipynb #6c175ba2
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AVAILABLE_TASKS', 'find_task', 'train_worker', 'main', 'load_run', 'generate_command']
 
-# %% ../../nbs/19_training.ipynb #5a3d9ff5
+# %% ../../nbs/19_training.ipynb #62e31940
 import argparse
 import dataclasses
 import importlib
