@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'main']
 
-# %% ../nbs/19_training_command.ipynb #c2c8b277
+# %% ../nbs/19_training_command.ipynb #7873854b
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program `llm-course`: finds the command and hands it the rest of the line. Returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print("usage: llm-course COMMAND ...   (llm-course COMMAND --help tells more)\n")
@@ -34,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[words[0]][1].partition(":")
     try:
         return getattr(importlib.import_module(module), function)(words[1:])
+    except BrokenPipeError:  # the reader of our output had enough
+        sys.stdout = None
+        return 0
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

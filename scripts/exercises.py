@@ -2,7 +2,7 @@
 
     python scripts/exercises.py                       write exercises/NN_name.ipynb for every nbs/exercises/NN_name.ipynb
     python scripts/exercises.py release 05_attention  only this one
-    python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb and print each student's points
+    python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb; print points, and what failed
 
 `make exercises` runs the first. What a student has changed in exercises/ is never overwritten without --force.
 
@@ -24,6 +24,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.apps import NbGraderAPI
 from nbgrader.coursedir import CourseDirectory
@@ -38,6 +39,7 @@ SETTINGS = """c = get_config()
 c.CourseDirectory.course_id = "llm_course"
 c.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
 c.Execute.timeout = 120  # seconds for a cell
+c.Execute.extra_arguments = ["--IPKernelApp.log_level=ERROR"]  # no warning for each student that the kernel talks over TCP
 """
 
 os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]  # nbgrader calls `alembic` by its bare name
@@ -53,6 +55,7 @@ class Score:
     cell: str
     score: float | None
     points: float
+    message: str = ""  # why the cell failed: the first line of its error
 
 
 def succeed(result: dict, what: str) -> None:
@@ -118,11 +121,24 @@ def grade(submissions: Path, sources: list[Path], course: Path = COURSE) -> list
         staged.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, staged)
         succeed(api.autograde(exercise, student), f"grade {path}")
-        scores += read_scores(api.coursedir.db_url, student, exercise)
+        messages = read_messages(course / "autograded" / student / exercise / path.name)
+        scores += read_scores(api.coursedir.db_url, student, exercise, messages)
     return scores
 
 
-def read_scores(db_url: str, student: str, exercise: str) -> list[Score]:
+def read_messages(path: Path) -> dict[str, str]:
+    """The first line of the error below each cell of a graded notebook, by the cell's name."""
+    messages = {}
+    for cell in nbformat.read(path, as_version=4).cells:
+        for output in cell.get("outputs", ()):
+            text = output.get("evalue") or output.get("ename") if output.output_type == "error" else output.get("text")
+            is_error = output.output_type == "error" or output.get("name") == "stderr"  # nbgrader takes both for a failure
+            if is_error and text and text.strip():
+                messages.setdefault(cell.metadata.get("nbgrader", {}).get("grade_id", ""), text.strip().splitlines()[0])
+    return messages
+
+
+def read_scores(db_url: str, student: str, exercise: str, messages: dict[str, str]) -> list[Score]:
     """What the gradebook holds, in the order of the notebook's cells."""
     with Gradebook(db_url, "llm_course") as gradebook:
         try:
@@ -131,11 +147,17 @@ def read_scores(db_url: str, student: str, exercise: str) -> list[Score]:
             return []
         order = [cell.name for cell in notebook.notebook.source_cells]
         grades = sorted(notebook.grades, key=lambda grade: order.index(grade.name))
-        return [Score(student, exercise, g.name, None if g.needs_manual_grade else g.score, g.max_score) for g in grades]
+        return [
+            Score(student, exercise, g.name, None if g.needs_manual_grade else g.score, g.max_score, messages.get(g.name, ""))
+            for g in grades
+        ]
 
 
 def print_scores(scores: list[Score]) -> None:
-    """One table for each exercise: a row for each student, a column for each task. `+4?` waits for a person."""
+    """One table for each exercise: a row for each student, a column for each task. `+4?` waits for a person.
+
+    Below it stands a line for each cell that failed: the student, the cell, and the first line of its message.
+    """
 
     def cell(found: list[Score]) -> str:
         waiting = sum(score.points for score in found if score.score is None)
@@ -146,14 +168,21 @@ def print_scores(scores: list[Score]) -> None:
         tasks = list(dict.fromkeys(re.split("[-_]", score.cell)[0] for score in here))
         by_task = {task: [score for score in here if re.split("[-_]", score.cell)[0] == task] for task in tasks}
         students = sorted({score.student for score in here})
-        some = students[0]
+        some, left = students[0], max(20, *(len(student) + 2 for student in students))
         print(f"\n{exercise}")
-        print(f"{'':20}" + "".join(f"{task:>9}" for task in tasks) + f"{'total':>9}")
+        print(f"{'':{left}}" + "".join(f"{task:>9}" for task in tasks) + f"{'total':>9}")
         highest = [sum(s.points for s in found if s.student == some) for found in by_task.values()]
-        print(f"{'points':20}" + "".join(f"{points:9g}" for points in highest) + f"{sum(highest):9g}")
+        print(f"{'points':{left}}" + "".join(f"{points:9g}" for points in highest) + f"{sum(highest):9g}")
         for student in students:
             rows = [[s for s in found if s.student == student] for found in by_task.values()]
-            print(f"{student:20}" + "".join(f"{cell(row):>9}" for row in rows) + f"{cell([s for row in rows for s in row]):>9}")
+            total = cell([s for row in rows for s in row])
+            print(f"{student:{left}}" + "".join(f"{cell(row):>9}" for row in rows) + f"{total:>9}")
+        failed = [score for score in here if score.message and score.score is not None and score.score < score.points]
+        width = max((len(score.cell) for score in failed), default=0)
+        if failed:
+            print()
+        for score in sorted(failed, key=lambda score: score.student):
+            print(f"{score.student:{left}}{score.cell:{width}}  {score.message}")
     if any(score.score is None for score in scores):
         print("\n+N?: up to N points wait for a person, in Formgrader (see --help)")
 

@@ -1,6 +1,7 @@
 """Attention at its edges: odd sizes, blind rows, wrong inputs, and Hugging Face's layers as the oracle."""
 
 import copy
+import math
 import os
 
 import pytest
@@ -127,6 +128,13 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(mask=torch.ones(1, 1, 1, 3, dtype=torch.bool)), "does not broadcast"),
         (dict(mask=torch.ones(1, 1, 1, 1, 4, dtype=torch.bool)), "does not broadcast"),
         (dict(softcap=0.0), "softcap=0.0"),
+        (dict(softcap=float("inf")), "softcap=inf"),
+        (dict(softcap=float("nan")), "softcap=nan"),
+        (dict(dropout=-0.1), "dropout=-0.1"),
+        (dict(dropout=1.0), "dropout=1.0"),
+        (dict(v=torch.randn(1, 2, 4, 8).double()), "torch.float64, expected one floating-point type"),
+        (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected one"),
+        ({name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"}, "torch.int64, expected one"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
@@ -144,7 +152,9 @@ def test_wrong_arguments_are_refused(change, message):
         (dict(num_kv_heads=0), "num_kv_heads=0"),
         (dict(head_dim=0), "head_dim=0"),
         (dict(sliding_window=0), "sliding_window=0"),
+        (dict(sliding_window=2.5), "sliding_window=2.5"),
         (dict(softcap=-1.0), "softcap=-1.0"),
+        (dict(softcap=float("inf")), "softcap=inf"),
         (dict(dropout=1.0), "dropout=1.0"),
     ],
 )
@@ -169,6 +179,11 @@ class Forgetful:
         return k[:, :, -1:], v[:, :, -1:]
 
 
+class Rounding:
+    def update(self, layer_index, k, v):
+        return k.bfloat16(), v.bfloat16()
+
+
 def test_forward_refuses_what_does_not_fit():
     layer, x, rope = MultiHeadAttention(16, 4), torch.randn(2, 5, 16), RotaryEmbedding(4)
     with pytest.raises(ValueError, match=r"expected \(B, T, 16\)"):
@@ -179,6 +194,27 @@ def test_forward_refuses_what_does_not_fit():
         layer(x, mask=torch.ones(2, 5, dtype=torch.bool))  # a (B, S) padding mask
     with pytest.raises(ValueError, match="the cache returned S=1"):
         layer(x, cache=Forgetful())
+    with pytest.raises(ValueError, match="expected one floating-point type"):
+        layer(x, cache=Rounding())
+    with pytest.raises(ValueError, match="does not broadcast"):
+        MultiHeadAttention(16, 4, sliding_window=2)(x, mask=torch.ones(2, 5, dtype=torch.bool))  # before it meets the window
+    with pytest.raises(ValueError, match="an even number"):
+        MultiHeadAttention(15, 5)(torch.randn(1, 2, 15), position_embeddings=(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)))
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_mask_must_cover_the_cached_keys(new):
+    layer, x, cache = MultiHeadAttention(16, 4), torch.randn(1, 4 + new, 16), Cache()
+    tokens = torch.tensor([[0, 0, 1, 1] + [1] * new])
+    layer(x[:, :4], mask=padding_mask(tokens[:, :4]), cache=cache)
+    with pytest.raises(ValueError, match="does not broadcast" if new > 1 else "expected 5 keys"):
+        layer(x[:, 4:], mask=padding_mask(tokens[:, 4:]), cache=cache)  # of the new tokens only: would show the padding
+
+
+def test_it_prints_its_options():
+    assert repr(MultiHeadAttention(16, 4)).splitlines()[1].strip() == "num_heads=4, num_kv_heads=4, head_dim=4"
+    text = repr(MultiHeadAttention(16, 4, sliding_window=3, softcap=5.0, dropout=0.1))
+    assert "head_dim=4, sliding_window=3, softcap=5.0, dropout=0.1" in text
 
 
 @settings(max_examples=25, deadline=None)
@@ -262,6 +298,21 @@ def test_bfloat16_autocast_stays_near_float32(softcap):
     assert_close(half.float(), layer(x, position_embeddings=turn, mask=mask), atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scores_are_float32_in_half_precision(autocast):
+    q = torch.full((1, 1, 1, 64), 40.0)
+    k = torch.tensor([40.0, 41.0]).view(1, 1, 2, 1).expand(1, 1, 2, 64)  # q . k is 102,400: above all of float16
+    if not autocast:
+        q, k = q.half(), k.half()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        weights = attention_weights(q, k, scale=1 / 2560)  # the scores are 40 and 41
+        capped = attention_weights(q, k, scale=1 / 2560, softcap=1e4)
+    expected = torch.tensor([1.0, math.e]) / (1 + math.e)
+    for got in (weights, capped):
+        assert got.dtype == torch.float32
+        assert_close(got.flatten(), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0)])
 def test_gradients_are_right_in_float64(options):
     torch.manual_seed(0)
@@ -282,6 +333,16 @@ def test_compiles_as_one_graph(options, masked):
     mask = padding_mask(torch.ones(2, 6)) if masked else None
     compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)  # fullgraph: an error at any break
     assert_close(compiled(x, position_embeddings=turn, mask=mask), layer(x, position_embeddings=turn, mask=mask))
+
+
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0)])
+def test_compiles_with_a_changing_length(options):
+    torch._dynamo.reset()
+    layer = MultiHeadAttention(16, 4, num_kv_heads=2, **options)
+    compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True, dynamic=True)
+    for T in (6, 9, 5):
+        x, turn = torch.randn(2, T, 16), RotaryEmbedding(4)(torch.arange(T))
+        assert_close(compiled(x, position_embeddings=turn), layer(x, position_embeddings=turn))
 
 
 def test_non_contiguous_inputs():

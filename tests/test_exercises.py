@@ -214,7 +214,7 @@ def check_scores(cells: list[Cell], scores: list[exercises.Score]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Object of type")  # SQLAlchemy on nbgrader's queries
 @pytest.mark.parametrize("source", NOTEBOOKS, ids=NAMES)
-def test_nbgrader_releases_and_grades(source, tmp_path, capsys):
+def test_nbgrader_releases_and_grades(source, tmp_path, capfd):
     course = tmp_path / "course"
     [released] = exercises.release([source], course, tmp_path / "exercises")
     [again] = exercises.release([source], tmp_path / "course2", tmp_path / "exercises2")
@@ -226,8 +226,12 @@ def test_nbgrader_releases_and_grades(source, tmp_path, capsys):
     scores = exercises.grade(tmp_path / "submissions", [source], course)
     check_scores(cells_of(source.stem), scores)
     exercises.print_scores(scores)
-    total = sum(cell.points for cell in cells_of(source.stem) if cell.kind == "test")
-    assert re.search(rf"^solved .* {total}(\+\d+\?)?$", capsys.readouterr().out, re.MULTILINE)
+    tests = [cell for cell in cells_of(source.stem) if cell.kind == "test"]
+    output, errors = capfd.readouterr()
+    assert re.search(rf"^solved .* {sum(cell.points for cell in tests)}(\+\d+\?)?$", output, re.MULTILINE)
+    failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
+    assert failed.keys() == {cell.name for cell in tests}
+    assert "IPKernelApp" not in output + errors
 
 
 def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):

@@ -81,6 +81,12 @@ def test_the_saved_configuration_gives_the_same_run(folder):
     assert [row["loss"] for row in a] == [row["loss"] for row in b]
 
 
+def test_print_config_prints_what_can_be_read_back(folder):
+    words = ["--config", "small.yaml", "--model.dropout", "0.25"]
+    Path("all.yaml").write_text(llm_course("train", *words, "--print-config").stdout)
+    assert load_config(["--config", "all.yaml"]) == load_config(words) and not Path("runs").exists()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send SIGINT to one process")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
@@ -112,6 +118,16 @@ def make_engine(run_dir: str, max_steps: int) -> TrainingEngine:
     engine = TrainingEngine(config, task, task.build_data())
     engine.setup()
     return engine
+
+
+def test_files_are_found_by_name_and_by_glob(folder):
+    Path("deep/er").mkdir(parents=True)
+    for name in ("br[1].txt", "deep/a.txt", "deep/er/b.txt"):
+        Path(name).write_text(name)
+    assert load_corpus(files=["br[1].txt"]).documents == ["br[1].txt"]
+    assert load_corpus(files=["deep/**"]).documents == ["deep/a.txt", "deep/er/b.txt"]
+    with pytest.raises(ValueError, match="must be a list"):
+        TextDataModule("run", files="text.txt")
 
 
 @pytest.mark.parametrize("stop", [1, 10, 11, 14])  # 86 batches in windows of 3: the epoch ends with step 29
@@ -150,6 +166,9 @@ def test_resume_is_exact(folder, stop):
         (["--resume"], "holds no checkpoint"),
         (["--training.max_stepz", "3"], "max_stepz"),
         (["--model.num_kv_heads", "3"], "num_heads=2 must be a multiple of num_kv_heads=3"),
+        (["--training.device", "abacus"], "training.device='abacus' cannot be used here"),
+        (["--model.initializer_range", "-1"], "initializer_range=-1.0 must be a positive finite number"),
+        (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must lie in [0, 1)"),
         (["--data.sequence_length", "64"], "does not fit model.max_position_embeddings=32"),
     ],
 )
@@ -169,14 +188,67 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder, words, message, 
     assert not Path("run").exists() or not list(Path("run").rglob("*.npy"))
 
 
-def test_a_run_is_not_resumed_with_another_model_or_text(folder):
+def contents(folder: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_a_refused_resume_changes_nothing(folder):
     words = ("train", "--config", "small.yaml", "--run-dir", "run")
     assert llm_course(*words).returncode == 0
+    before = contents("run")
     wider = llm_course(*words, "--model.hidden_size", "64", "--training.max_steps", "20")
     assert wider.returncode == 2 and "another model configuration" in wider.stderr
     Path("text.txt").write_text(TEXT + "And then some.", encoding="utf-8")
     other = llm_course(*words, "--training.max_steps", "20")
     assert other.returncode == 2 and "corpus_sha256 was" in other.stderr
+    assert contents("run") == before
+
+
+def test_a_resume_takes_the_new_learning_rate(folder):
+    half = make_engine("run", 4)
+    half.run()
+    config, _ = load_config(["--config", "small.yaml", "--run-dir", "run", "--optimization.learning_rate", "1e-5"])
+    task = LanguageModelingTask(config)
+    engine = TrainingEngine(config, task, task.build_data())
+    with pytest.raises(ValueError, match="batch_size was"):
+        other, _ = load_config(["--config", "small.yaml", "--run-dir", "run", "--training.batch_size", "2"])
+        TrainingEngine(other, LanguageModelingTask(other), LanguageModelingTask(other).build_data()).setup(half.state_dict())
+    engine.setup(half.state_dict())
+    assert engine.optimizer.param_groups[0]["lr"] < 1e-5 and engine.state.step == 4
+
+
+def test_a_run_is_read_back_whatever_the_environment_says(folder, monkeypatch):
+    assert llm_course("train", "--config", "small.yaml", "--run-dir", "run").returncode == 0
+    monkeypatch.setenv("LLM_COURSE_MODEL__HIDDEN_SIZE", "64")
+    assert llm_course("generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2").returncode == 0
+    resumed = llm_course("train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "20")
+    assert resumed.returncode == 2 and "another model configuration" in resumed.stderr
+
+
+def test_the_sample_survives_a_terminal_without_unicode(folder):
+    Path("text.txt").write_text("深層学習 — naïve café. " * 300, encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    words = command("train", "--config", "small.yaml", "--run-dir", "my run", "--logging.sample_prompt", "it's 深")
+    process = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    assert "next: llm-course generate --run 'my run' --prompt" in process.stdout
+
+
+def test_split_of_one_long_and_one_tiny_document_holds_out_the_end_of_the_long_one():
+    train, val = split_documents(["x" * 1_000_000, "y" * 20], val_fraction=0.05, seed=0)
+    assert (len(train), len(train[0]), val) == (2, 950_000 - 1, ["x" * 50_001])
+    with pytest.raises(ValueError, match="no document"):
+        split_documents([], val_fraction=0.1, seed=0)
+
+
+def test_a_lost_token_file_is_made_again(folder):
+    make_engine("run", 1)
+    before = contents("run")
+    Path("run/data/val.npy").unlink()
+    train = Path("run/data/train.npy")
+    train.write_bytes(train.read_bytes()[:-2] + b"\0\0")
+    make_engine("run", 1)
+    assert contents("run") == before
 
 
 def test_a_torn_checkpoint_is_passed_over(folder):
@@ -189,6 +261,12 @@ def test_a_torn_checkpoint_is_passed_over(folder):
         with pytest.raises(ValueError):
             verify(path.parent)
         assert manager.latest().name == "step_00000001"
+    manager.keep_last = 1
+    manager.save(state, step=2)  # of a run that went on from step 1: the broken step 3 must not push out the good one
+    path = manager.save(state, step=3)
+    (path / "state.json").unlink()
+    manager.save(state, step=2)
+    assert manager.latest().name == "step_00000002"
 
 
 def test_python_docs_is_prose_and_the_same_each_time():

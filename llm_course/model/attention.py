@@ -6,8 +6,9 @@
 __all__ = ['causal_mask', 'padding_mask', 'document_mask', 'attention_weights', 'scaled_dot_product_attention', 'KeyValueCache',
            'MultiHeadAttention']
 
-# %% ../../nbs/05_attention.ipynb #34c19d82
+# %% ../../nbs/05_attention.ipynb #efb003d5
 import math
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -57,28 +58,24 @@ def document_mask(document_ids: Tensor) -> Tensor:
         raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}, expected (B, T)")
     return (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, T, T)
 
-# %% ../../nbs/05_attention.ipynb #cf73c1cb
+# %% ../../nbs/05_attention.ipynb #833a2d90
 def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, *, mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """How much each query reads of each key: (B, H, T, S); a row sums to 1, or to 0 where nothing is visible.
 
-    Arguments as in `scaled_dot_product_attention`. The softmax is computed, and returned, in float32 at least.
-    This is the formula written out, with all T x S weights in memory: for looking at attention, and for `softcap`.
+    Arguments and errors as in `scaled_dot_product_attention`. Scores and softmax are computed, and returned, in float32 at
+    least. This is the formula written out, with all T x S weights in memory: for looking at attention, and for `softcap`.
     Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.
     """
-    _check_attention(q, k, mask)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be positive, or None for no cap")
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, K, S, D) -> (B, H, S, D)
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (B, H, T, S)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    _check_attention(q, k, k, mask)
+    _check_range(softcap)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, K, S, D) -> (B, H, S, D)
+    with torch.autocast(q.device.type, enabled=False):  # half precision would overflow, or blur nearby scores
+        scores = (q.to(dtype) * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     mask = _visible(q.shape[2], k.shape[2], mask, is_causal, q.device)
@@ -95,77 +92,80 @@ def _visible(T: int, S: int, mask: Tensor | None, is_causal: bool, device: torch
         mask = causal if mask is None else mask & causal
     return None if mask is None else mask[(None,) * (4 - mask.ndim)]
 
-def _check_attention(q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k has {tuple(k.shape)}, expected (B, H, T, D) and (B, K, S, D) with one B and D"
-        )
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected (B, H, T, D) and (B, K, S, D) with one B and D")
+    if v.shape != k.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}: each key needs one value")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads must be a multiple of {k.shape[1]} key/value heads: choose K that divides H")
+    floating = all(t.is_floating_point() for t in (q, k, v))
+    if not floating or (not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type)):
+        raise ValueError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one floating-point type: convert by .to")
     if mask is None:
         return
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, expected bool with True = may attend: convert 1/0 with mask.bool()")
     full = (*q.shape[:3], k.shape[2])
     if mask.ndim > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(full), strict=False)):
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, which does not broadcast to (B, H, T, S) = {full}: S counts cached keys too, "
-            "and a (B, S) padding mask goes through padding_mask first"
-        )
+        raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to (B, H, T, S) = {full}: padding_mask helps for (B, S)")
 
-# %% ../../nbs/05_attention.ipynb #78bb10bd
+def _check_range(softcap: float | None, dropout: float = 0.0) -> None:
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+
+# %% ../../nbs/05_attention.ipynb #db06f85e
 def scaled_dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False,
+    scale: float | None = None, softcap: float | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v: every query returns a weighted mean of the values.
 
     `q` is (B, H, T, D), `k` and `v` are (B, K, S, D), and K divides H: query head h reads key/value head h // (H / K).
-    Returns (B, H, T, D). `mask` is boolean, broadcastable to (B, H, T, S), True = may attend. `is_causal` hides the keys
-    after each query, with the last query on the last key also when T != S (PyTorch's own flag puts the first on the first);
-    it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the scores by a tanh. `dropout` is a
-    probability and acts whenever it is above 0. A query that may attend to nothing returns zeros.
-    Raises ValueError where shapes do not fit. Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H).
+    Returns (B, H, T, D). `mask` is boolean, True = may attend, and broadcasts to (B, H, T, S), read from the right: (T, S),
+    (H, T, S). `is_causal` hides the keys after each query, with the last query on the last key also when T != S (PyTorch's
+    own flag puts the first on the first); it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the
+    scores by a tanh. `dropout` is a probability and acts whenever it is above 0. A query that may attend to nothing
+    returns zeros. Raises ValueError for shapes or dtypes that do not fit, a `softcap` that is not positive and finite, a
+    `dropout` outside [0, 1). Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2 (softcap).
     """
-    _check_attention(q, k, mask)
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}: each key needs one value")
+    _check_attention(q, k, v, mask)
+    _check_range(softcap, dropout)
     H, T, K, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     if softcap is not None:
         weights = attention_weights(q, k, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap)
         return F.dropout(weights, dropout).to(v.dtype) @ v.repeat_interleave(H // K, dim=1)
-    square = is_causal and mask is None and T == S  # only here does PyTorch's flag mean what ours does
-    mask = None if square else _visible(T, S, mask, is_causal, q.device)
+    attend = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
+    if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
+        return attend(is_causal=True)  # a literal: torch.compile with a changing T cannot pass on `T == S` itself
+    mask = _visible(T, S, mask, is_causal, q.device)
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=square, scale=scale, enable_gqa=H != K)
-    # Kernels have disagreed on rows with nothing visible: let such a row see everything, then empty its output.
-    blind = ~mask.any(dim=-1, keepdim=True)  # (1 or B, 1 or H, 1 or T, 1)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, dropout_p=dropout, scale=scale, enable_gqa=H != K)
-    return y.masked_fill(blind, 0.0)
+        return attend()
+    blind = ~mask.any(dim=-1, keepdim=True)  # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then empty them
+    return attend(attn_mask=mask | blind).masked_fill(blind, 0.0)
 
-# %% ../../nbs/05_attention.ipynb #f7ac6363
+# %% ../../nbs/05_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
-    """All that attention knows of a cache: hand over the new keys and values, get back all that are visible so far."""
+    """All that attention asks of a cache: hand over the new keys and values, get back all so far. Chapter 10's KVCache is one."""
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append `k` and `v`, each (B, K, T, D), to those of this layer; return all of them, each (B, K, S, D) with S >= T."""
 
-
+# %% ../../nbs/05_attention.ipynb #cfcb00bb
 class MultiHeadAttention(nn.Module):
     """Causal self-attention with H query heads and K key/value heads (K = H: multi-head, K = 1: multi-query, else grouped).
 
-    `forward(x, position_embeddings=None, mask=None, cache=None)` takes (B, T, C) and returns (B, T, C).
+    `forward(x, *, position_embeddings=None, mask=None, cache=None)` takes (B, T, C) and returns (B, T, C).
     `position_embeddings` is `(cos, sin)`, each (1 or B, T, D), from `RotaryEmbedding`. `mask` is boolean, broadcastable to
     (B, H, T, S), True = may attend; it can only hide more, because it is joined with the causal rule and the window.
-    `cache.update` gets the keys after rotation. `dropout` acts on the weights, in training mode only.
-    Raises ValueError for sizes that do not fit together.
+    `cache.update` gets the keys after rotation.
+
+    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections. `qk_norm` is an RMSNorm of each
+    head's q and k, before rotation (as in Qwen3). `sliding_window=W`: each token reads itself and the W - 1 before it (Beltagy
+    et al. 2020). `softcap` bounds the scores (Gemma 2, section 2). `dropout` acts on the weights, in training mode only.
+    `layer_index` is what the cache files this layer's keys under. Raises ValueError for sizes that do not fit together.
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in Hugging Face's Llama and Qwen3.
     """
 
@@ -188,14 +188,13 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = dict(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
         for name, size in (sizes | dict(head_dim=head_dim, sliding_window=sliding_window)).items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size} must be a whole number of at least 1")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give head_dim")
-        if (softcap is not None and not softcap > 0) or not 0 <= dropout < 1:
-            raise ValueError(f"softcap={softcap} must be None or positive, and dropout={dropout} at least 0 and below 1")
+        _check_range(softcap, dropout)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.sliding_window, self.softcap, self.dropout, self.layer_index = sliding_window, softcap, dropout, layer_index
@@ -207,7 +206,10 @@ class MultiHeadAttention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` compares and mixes: q (B, H, T, D), k and v (B, K, T, D) of `x`, normalised and rotated."""
+        """What `forward` compares and mixes: q (B, H, T, D), k and v (B, K, T, D) of `x`, q and k normalised and rotated.
+
+        Raises ValueError where `x` is not (B, T, C), or `position_embeddings` are not those of its T tokens.
+        """
         if x.ndim != 3 or x.shape[-1] != self.q_proj.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, T, {self.q_proj.in_features})")
         B, T, _ = x.shape
@@ -217,10 +219,8 @@ class MultiHeadAttention(nn.Module):
         if position_embeddings is not None:
             cos, sin = position_embeddings
             if cos.shape != sin.shape or cos.shape not in ((1, T, self.head_dim), (B, T, self.head_dim)):
-                raise ValueError(
-                    f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T}, {self.head_dim}): "
-                    "give RotaryEmbedding(head_dim) the positions of these T tokens only"
-                )
+                shapes = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T}, {self.head_dim})"
+                raise ValueError(f"{shapes}: give RotaryEmbedding(head_dim) the positions of these T tokens only")
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         return q, k, v
 
@@ -235,9 +235,12 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, position_embeddings)
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
+        _check_attention(q, k, v, mask)
         T, S = q.shape[2], k.shape[2]
         if S < T:
             raise ValueError(f"the cache returned S={S} keys for T={T} new tokens, expected the new and the earlier ones")
+        if cache is not None and mask is not None and mask.ndim > 0 and mask.shape[-1] != S:
+            raise ValueError(f"mask {tuple(mask.shape)}: expected {S} keys in its last dimension, the cached ones count too")
         windowed = self.sliding_window is not None and S > self.sliding_window
         if windowed:
             window = causal_mask(T, S, sliding_window=self.sliding_window, device=x.device)
@@ -247,4 +250,6 @@ class MultiHeadAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, H * D) -> (B, T, C)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        options = dict(sliding_window=self.sliding_window, softcap=self.softcap, dropout=self.dropout or None)
+        chosen = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}{chosen}"

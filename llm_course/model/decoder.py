@@ -18,7 +18,7 @@ from .embedding import EmbeddingLayer, RotaryEmbedding
 from .normalization import RMSNorm
 from .transformer_block import TransformerBlock
 
-# %% ../../nbs/09_decoder.ipynb #95b5bf95
+# %% ../../nbs/09_decoder.ipynb #4d7a47e7
 @dataclass(kw_only=True)
 class ModelConfig:
     """The shape of a `DecoderModel`; checked at construction.
@@ -72,6 +72,9 @@ class ModelConfig:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if (self.head_dim or self.hidden_size // self.num_heads) % 2:
             raise ValueError(f"head_dim={self.head_dim or self.hidden_size // self.num_heads} must be even: RoPE rotates pairs")
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive finite number")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
 
@@ -86,7 +89,7 @@ class ModelConfig:
         width = self.hidden_size * 8 / 3 if self.use_glu else self.hidden_size * 4
         return self.intermediate_size or math.ceil(width / 32) * 32
 
-# %% ../../nbs/09_decoder.ipynb #20b1ef9d
+# %% ../../nbs/09_decoder.ipynb #9e809612
 class DecoderOutput(NamedTuple):
     """What a forward pass returns."""
 
@@ -155,6 +158,8 @@ class DecoderModel(nn.Module):
         if not 0 < T <= self.config.max_position_embeddings:
             raise ValueError(f"T={T} tokens, expected 1 to max_position_embeddings={self.config.max_position_embeddings}")
         if position_ids is None:
+            if cache is not None:
+                raise ValueError("with a cache, position_ids must be given: they go on from what the cache holds")
             position_ids = torch.arange(T, device=input_ids.device)
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
         position_embeddings = self.rotary(position_ids)

@@ -22,7 +22,7 @@ def rotary_frequencies(head_dim: int, *, rope_theta: float = 10_000.0) -> Tensor
         raise ValueError(f"rope_theta={rope_theta} must be positive")
     return rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
-# %% ../../nbs/03_embedding.ipynb #499c1c9a
+# %% ../../nbs/03_embedding.ipynb #e52ddaf7
 def rotate_half(x: Tensor) -> Tensor:
     """Map the halves (a, b) of the last dimension to (-b, a). Shape (..., D) is kept."""
     a, b = x.chunk(2, dim=-1)
@@ -33,7 +33,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by their positions.
 
     `x` is (B, H, T, D); `cos` and `sin` are (B or 1, T, D), as `RotaryEmbedding` returns them. The dtype of `x` is kept.
+    Raises ValueError for an odd D.
     """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected an even number in the last dimension: RoPE rotates pairs")
     cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)  # (B, 1, T, D): the same for all heads
     return x * cos + rotate_half(x) * sin
 

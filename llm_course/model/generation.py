@@ -42,7 +42,7 @@ class KVCache:
         self._layers[layer_index] = (keys, values, end)
         return keys[:, :, :end], values[:, :, :end]
 
-# %% ../../nbs/10_generation.ipynb #3b6baace
+# %% ../../nbs/10_generation.ipynb #158ffb7d
 def sample(
     logits: Tensor,
     *,
@@ -55,7 +55,7 @@ def sample(
 
     `temperature=0` takes the largest logit. Sources: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p).
     """
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or above")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k} must be at least 1, or None for no limit")
@@ -63,7 +63,8 @@ def sample(
         raise ValueError(f"top_p={top_p} must lie in (0, 1], or None for no limit")
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # no overflow at a tiny temperature
     if top_k is not None and top_k < logits.shape[-1]:
         worst_kept = logits.topk(top_k, dim=-1).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < worst_kept, float("-inf"))
@@ -74,7 +75,7 @@ def sample(
         logits = ordered.masked_fill(before >= top_p, float("-inf")).gather(-1, index.argsort(dim=-1))
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
-# %% ../../nbs/10_generation.ipynb #9aec8f8a
+# %% ../../nbs/10_generation.ipynb #3e93be3d
 @torch.inference_mode()
 def generate_tokens(
     model: DecoderModel, input_ids: Tensor, *, max_new_tokens: int, generator: torch.Generator | None = None, **sampling: Any
@@ -94,7 +95,7 @@ def generate_tokens(
     cache, fresh = KVCache(context), ids
     for _ in range(max_new_tokens):
         if cache.length + fresh.shape[1] > context:
-            cache, fresh = KVCache(context), ids[:, -(context + 1) // 2 :]
+            cache, fresh = KVCache(context), ids[:, -((context + 1) // 2) :]
         positions = torch.arange(cache.length, cache.length + fresh.shape[1], device=ids.device)
         logits = model(fresh, position_ids=positions, cache=cache).logits[:, -1]  # (B, V)
         token = sample(logits, generator=generator, **sampling)
@@ -133,7 +134,7 @@ def generate(
     finally:
         model.train(was_training)
 
-# %% ../../nbs/10_generation.ipynb #a2aba45c
+# %% ../../nbs/10_generation.ipynb #a2c20f48
 def stream_text(
     model: DecoderModel,
     tokenizer: Any,
@@ -152,6 +153,7 @@ def stream_text(
     device = next(model.parameters()).device
     input_ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(prompt)]], device=device)
     pending: list[int] = []
+    shown = 0
     for token in generate_tokens(
         model,
         input_ids,
@@ -165,8 +167,11 @@ def stream_text(
             break
         pending.append(int(token.item()))
         text = tokenizer.decode(pending)
-        if not text.endswith("\ufffd") or len(pending) > 4:  # no character of UTF-8 has more than 4 bytes
-            yield text
-            pending = []
-    if pending:
-        yield tokenizer.decode(pending)
+        whole = text.removesuffix("\ufffd")  # the last character may still lack bytes
+        if len(whole) > shown:
+            yield whole[shown:]
+            shown = len(whole)
+        if whole == text:
+            pending, shown = [], 0
+    if pending and (rest := tokenizer.decode(pending)[shown:]):
+        yield rest

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Corpus', 'load_corpus', 'split_documents', 'PackedDataset', 'ResumableBatchSampler', 'BaseDataModule',
-           'TextDataModule']
+           'check_same_data', 'TextDataModule']
 
 # %% ../../nbs/02_data.ipynb #e5833716
 import ast
@@ -51,7 +51,7 @@ class Corpus:
     def __str__(self) -> str:
         return f"{self.source}: {len(self.documents)} documents, {self.num_bytes:,} bytes, sha256 {self.sha256[:12]}"
 
-# %% ../../nbs/02_data.ipynb #962d36ec
+# %% ../../nbs/02_data.ipynb #ccea886d
 _NOT_PROSE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "pydoc_data", "__phello__"}
 
 
@@ -68,7 +68,20 @@ def _python_docs() -> Corpus:
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         if not _NOT_PROSE.intersection(path.relative_to(root).parts):
             documents += _docstrings(path)
-    return Corpus(documents, f"python-docs of {platform.python_implementation()} {platform.python_version()}")
+    source = f"python-docs of {platform.python_implementation()} {platform.python_version()}"
+    return Corpus(_each_paragraph_once(documents), source)
+
+
+def _each_paragraph_once(documents: list[str]) -> list[str]:
+    """Drop paragraphs that stood earlier: the topics quote each other, and a quotation must not cross from training to
+    validation."""
+    seen: set[str] = set()
+    kept = []
+    for document in documents:
+        paragraphs = [paragraph for paragraph in document.split("\n\n") if paragraph not in seen]
+        seen.update(paragraphs)
+        kept.append("\n\n".join(paragraphs))
+    return [document for document in kept if document.strip()]
 
 
 def _docstrings(path: Path) -> list[str]:
@@ -82,11 +95,12 @@ def _docstrings(path: Path) -> list[str]:
     nodes.sort(key=lambda node: node.body[0].lineno)
     return ["\n\n".join(ast.get_docstring(node) or "" for node in nodes)] if nodes else []
 
-# %% ../../nbs/02_data.ipynb #54e3b97f
+# %% ../../nbs/02_data.ipynb #e9658837
 def _text_files(patterns: Sequence[str]) -> Corpus:
     paths: dict[str, None] = {}  # a dict keeps the order and drops a file that two patterns name
     for pattern in patterns:
-        found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        path = os.path.expanduser(pattern)
+        found = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
         if not found:
             raise FileNotFoundError(f"no file matches {pattern!r} (from {os.getcwd()})")
         paths.update(dict.fromkeys(found))
@@ -128,28 +142,30 @@ def load_corpus(name: str = "python-docs", *, files: Sequence[str] = ()) -> Corp
         raise ValueError(f"no corpus is called {name!r}: the built-in one is 'python-docs'; give your own text with files=[...]")
     return _python_docs()
 
-# %% ../../nbs/02_data.ipynb #d7245660
+# %% ../../nbs/02_data.ipynb #3c413de2
 def split_documents(documents: Sequence[str], *, val_fraction: float, seed: int) -> tuple[list[str], list[str]]:
     """Split into training and validation documents: disjoint, both in the given order, and fixed by `seed`.
 
-    About `val_fraction` of the characters are held out, in whole documents. Where no whole document is small enough for
-    that, the end of
-    the longest one is held out instead, cut at a line break if there is one near.
+    About `val_fraction` of the characters are held out, in whole documents. Where whole documents do not make up half of
+    that, because they are too long, the end of the longest one is held out instead, cut at a line break if there is one
+    near. ValueError where there is no document.
     """
+    if not documents:
+        raise ValueError("there is no document to split: give some text")
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction} must lie between 0 and 1")
-    budget = val_fraction * sum(map(len, documents))
+    budget = wanted = val_fraction * sum(map(len, documents))
     held_out: set[int] = set()
     for index in np.random.default_rng(seed).permutation(len(documents)):
         if len(documents[index]) <= budget:
             held_out.add(int(index))
             budget -= len(documents[index])
-    if held_out:
+    if wanted - budget >= wanted / 2:
         train = [document for index, document in enumerate(documents) if index not in held_out]
         return train, [documents[index] for index in sorted(held_out)]
     longest = max(range(len(documents)), key=lambda index: len(documents[index]))
     text = documents[longest]
-    cut = len(text) - int(budget)
+    cut = len(text) - int(wanted)
     line_break = text.rfind("\n", cut // 2, cut)
     cut = line_break + 1 if line_break >= 0 and cut - line_break < 1000 else cut
     return [text[:cut] if index == longest else document for index, document in enumerate(documents)], [text[cut:]]
@@ -201,12 +217,16 @@ class ResumableBatchSampler(Sampler):
         for start in range(self.position * self.batch_size, self.num_items, self.batch_size):
             yield order[start : start + self.batch_size].tolist()
 
-# %% ../../nbs/02_data.ipynb #29cffa4b
+# %% ../../nbs/02_data.ipynb #b22edaec
 class BaseDataModule:
     """What the training engine asks of data: prepare once, set up in each process, then give loaders."""
 
-    def prepare_data(self) -> None:
-        """Do the slow work and leave its result on disk. Doing it twice is harmless."""
+    def prepare_data(self, *, expected: dict[str, Any] | None = None) -> None:
+        """Do the slow work and leave its result on disk. Doing it twice is harmless.
+
+        `expected` is the fingerprint of a run that is to be resumed: data that would differ is a ValueError before anything is
+        written.
+        """
 
     def setup(self) -> None:
         """Open what `prepare_data` left."""
@@ -219,26 +239,27 @@ class BaseDataModule:
         """The validation batches, always the same in the same order."""
         raise NotImplementedError
 
-    @property
-    def train_batches(self) -> int:
-        """The number of batches in one epoch."""
-        raise NotImplementedError
-
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a run to be resumed: compared with the one in the checkpoint."""
         return {}
 
-# %% ../../nbs/02_data.ipynb #5576c953
+
+def check_same_data(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    """ValueError names what differs between the data of a run and that of its resumption."""
+    changed = [f"{name} was {old}, is {actual.get(name)}" for name, old in expected.items() if old != actual.get(name)]
+    if changed:
+        raise ValueError(
+            f"the run cannot be resumed, its data differs: {'; '.join(changed)}. Undo the change or start in a new run_dir"
+        )
+
+# %% ../../nbs/02_data.ipynb #9d2c2f2c
 class TextDataModule(BaseDataModule):
     """Text to batches: corpus, split by document, tokenizer, packed token files, loaders.
 
     `prepare_data` leaves in `folder`: `tokenizer.json`, trained on the training split only, and `data/` with `train.npy`,
-    `val.npy` (uint16 or uint32)
-    and, written last, `info.json` that says what they were made of. Files made from the same corpus and settings are used
-    again; others are made anew.
-    Batches are `{"input_ids": (B, T), "labels": (B, T)}`. Loaders have their own generator and leave the global one
-    untouched, so that
-    dropout is the same after a resume.
+    `val.npy` (uint16 or uint32) and, written last, `info.json` that says what they were made of. Whole files made from the
+    same corpus and settings are used again; others are made anew. Batches are `{"input_ids": (B, T), "labels": (B, T)}`.
+    Loaders have their own generator and leave the global one untouched, so that dropout is the same after a resume.
     """
 
     def __init__(
@@ -256,13 +277,15 @@ class TextDataModule(BaseDataModule):
     ):
         if sequence_length < 1:
             raise ValueError(f"sequence_length={sequence_length} must be at least 1")
+        if isinstance(files, str):
+            raise ValueError(f"files={files!r} must be a list of paths or globs: [{files!r}]")
         self.folder = Path(folder)
         self.corpus, self.files, self.vocab_size, self.val_fraction = corpus, list(files), vocab_size, val_fraction
         self.sequence_length, self.batch_size = sequence_length, batch_size
         self.num_workers, self.seed = num_workers, seed
         self.info: dict[str, Any] = {}
 
-    def prepare_data(self) -> None:
+    def prepare_data(self, *, expected: dict[str, Any] | None = None) -> None:
         corpus = load_corpus(self.corpus, files=self.files)
         made_of = {
             "corpus_sha256": corpus.sha256,
@@ -270,10 +293,14 @@ class TextDataModule(BaseDataModule):
             "val_fraction": self.val_fraction,
             "seed": self.seed,
         }
-        info_path = self.folder / "data" / "info.json"
+        if expected is not None:
+            check_same_data({name: expected[name] for name in made_of if name in expected}, made_of)
+        info_path, tokenizer_path = self.folder / "data" / "info.json", self.folder / BPETokenizer.FILE_NAME
+        token_files = {split: info_path.parent / f"{split}.npy" for split in ("train", "val")}
         if info_path.is_file():
             info = json.loads(info_path.read_text(encoding="utf-8"))
-            if made_of.items() <= info.items() and _file_sha256(self.folder / BPETokenizer.FILE_NAME) == info["tokenizer_sha256"]:
+            whole = [_file_sha256(path) for path in (tokenizer_path, *token_files.values())]
+            if made_of.items() <= info.items() and whole == [info["tokenizer_sha256"], *info["tokens_sha256"]]:
                 return
             info_path.unlink()
         splits = dict(
@@ -286,10 +313,10 @@ class TextDataModule(BaseDataModule):
                 PackedDataset(ids, self.sequence_length)
             except ValueError as error:
                 raise ValueError(f"the {split} split of {corpus.source} is too short: {error}") from None
-        tokenizer_path = tokenizer.save(self.folder)
+        tokenizer.save(self.folder)
         info_path.parent.mkdir(exist_ok=True)
         for split, ids in rows.items():
-            np.save(info_path.parent / f"{split}.npy", ids)
+            np.save(token_files[split], ids)
         info = made_of | {
             "source": corpus.source,
             "corpus_bytes": corpus.num_bytes,
@@ -298,6 +325,7 @@ class TextDataModule(BaseDataModule):
             "documents": {split: len(documents) for split, documents in splits.items()},
             "bytes": {split: Corpus(documents, "").num_bytes for split, documents in splits.items()},
             "tokens": {split: len(ids) for split, ids in rows.items()},
+            "tokens_sha256": [_file_sha256(path) for path in token_files.values()],
         }
         temporary = info_path.with_suffix(".tmp")
         temporary.write_text(json.dumps(info, indent=2), encoding="utf-8")
@@ -313,10 +341,6 @@ class TextDataModule(BaseDataModule):
             PackedDataset(np.load(info_path.parent / f"{split}.npy", mmap_mode="r"), self.sequence_length)
             for split in ("train", "val")
         )
-
-    @property
-    def train_batches(self) -> int:
-        return len(ResumableBatchSampler(len(self._train), self.batch_size, seed=self.seed, epoch=0))
 
     def train_dataloader(self, *, epoch: int, position: int = 0) -> DataLoader:
         sampler = ResumableBatchSampler(len(self._train), self.batch_size, seed=self.seed, epoch=epoch, position=position)

@@ -59,7 +59,7 @@ def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return [join_tensors(value, tensors) for value in tree]
     return tree
 
-# %% ../../nbs/18_checkpointing.ipynb #d8a3d74f
+# %% ../../nbs/18_checkpointing.ipynb #0ea63b57
 class CheckpointManager:
     """Writes, finds, checks and tidies checkpoints in `folder`: `step_00000200/` holds `model.safetensors`,
     `optimizer.safetensors`,
@@ -95,7 +95,9 @@ class CheckpointManager:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        for old in self._folders()[: -self.keep_last]:
+        folders = [path for path in self._folders() if path.name <= final.name]
+        newer = [path for path in self._folders() if path.name > final.name]  # broken ones, that a resume passed over
+        for old in newer + folders[: -self.keep_last]:
             shutil.rmtree(old)
         return final
 
@@ -118,10 +120,10 @@ def verify(path: str | Path) -> None:
     """Compare every file with the manifest; ValueError names the first that differs."""
     path = Path(path)
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a checkpoint: its manifest.json cannot be read ({error})") from None
-    for name, expected in manifest["files"].items():
+        files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint: its manifest.json cannot be read ({error!r})") from None
+    for name, expected in files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != expected["size"]:
             raise ValueError(f"{file} is missing or cut: expected {expected['size']} bytes")
@@ -165,7 +167,7 @@ def _sync(path: Path) -> None:
     finally:
         os.close(descriptor)
 
-# %% ../../nbs/18_checkpointing.ipynb #2cd98ec5
+# %% ../../nbs/18_checkpointing.ipynb #7c6554b1
 class Checkpointer(Callback):
     """Save every `save_interval` steps and at the end, also where the run was asked to stop; place it after the loggers."""
 
@@ -187,7 +189,7 @@ class Checkpointer(Callback):
 
 
 class GracefulStop(Callback):
-    """Turn the first Ctrl-C or SIGTERM into `engine.stop`, the second into KeyboardInterrupt; place it first."""
+    """Turn the first Ctrl-C or SIGTERM into `engine.stop`, the second into KeyboardInterrupt; place it last."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

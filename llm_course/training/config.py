@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['DataConfig', 'TrainingConfig', 'OptimizationConfig', 'CheckpointConfig', 'LoggingConfig', 'Config', 'load_config',
-           'save_config']
+           'read_config', 'save_config']
 
-# %% ../../nbs/12_config.ipynb #aa434ab9
+# %% ../../nbs/12_config.ipynb #a4afd686
 import argparse
 import glob
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from jsonargparse import ArgumentParser
 
 from ..model.decoder import ModelConfig
 
-# %% ../../nbs/12_config.ipynb #f645a5ab
+# %% ../../nbs/12_config.ipynb #266b9b46
 @dataclass(kw_only=True)
 class DataConfig:
     """What the model reads.
@@ -81,8 +82,8 @@ class TrainingConfig:
         _require_positive(
             "training", self, "max_steps", "batch_size", "gradient_accumulation_steps", "max_grad_norm", "eval_interval"
         )
-        if self.seed < 0:
-            raise ValueError(f"training.seed={self.seed} must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"training.seed={self.seed} must lie in [0, 2**63)")
 
 
 @dataclass(kw_only=True)
@@ -114,9 +115,11 @@ class OptimizationConfig:
                 f"optimization.warmup_steps={self.warmup_steps} and optimization.weight_decay={self.weight_decay} must not "
                 f"be negative"
             )
-        for name in ("min_lr_ratio", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimization.{name}={getattr(self, name)} must lie in [0, 1]")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimization.{name}={getattr(self, name)} must lie in [0, 1)")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"optimization.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -193,36 +196,50 @@ class Config:
                 f"model.max_position_embeddings={self.model.max_position_embeddings}: lower the first or raise the second"
             )
 
-# %% ../../nbs/12_config.ipynb #bb3fb8aa
-def load_config(argv: Sequence[str], *, prog: str = "llm-course train") -> tuple[Config, bool]:
+# %% ../../nbs/12_config.ipynb #ac86c029
+def load_config(
+    argv: Sequence[str], *, prog: str = "llm-course train", use_environment: bool = True
+) -> tuple[Config, bool]:
     """Read a run's configuration from command-line words; returns it and whether `--resume` was said.
 
     Precedence: defaults < `--config` files < environment (`LLM_COURSE_TRAINING__MAX_STEPS`) < command line. Raises
-    ValueError for an unknown key,
-    a wrong type or an impossible value. `--help` and `--print_config` print and leave by SystemExit.
+    ValueError for an unknown key, a wrong type or an impossible value. `--help` and `--print_config` print and leave by
+    SystemExit.
     """
     argv = [_with_underscores(word) for word in argv]
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # read first: a file must lose against the environment
     files.add_argument("--config", action="append", default=[])
     paths = files.parse_known_args(argv)[0].config
+    if use_environment and "LLM_COURSE_CONFIG" in os.environ:
+        paths = [os.environ["LLM_COURSE_CONFIG"], *paths]
     for path in paths:
         if not Path(path).is_file():
             raise ValueError(f"--config {path}: there is no such file (from {Path.cwd()})")
     parser = ArgumentParser(
         prog=prog,
         env_prefix="LLM_COURSE",
-        default_env=True,
-        exit_on_error=False,
+        default_env=use_environment,
         default_config_files=[glob.escape(path) for path in paths],
+        print_config=None,  # its own belongs to its own --config, which would win over the environment
+        exit_on_error=False,
     )
     parser.add_argument("--config", action="append", help="a YAML file; of several the later ones win")
     parser.add_class_arguments(Config, as_group=False)
     parser.add_argument("--resume", action="store_true", help="go on with the run in run_dir; an error if there is none")
+    parser.add_argument("--print_config", action="store_true", help="print all of the configuration as YAML, and do nothing else")
     try:
         namespace = parser.instantiate(parser.parse_args(argv))
     except (argparse.ArgumentError, TypeError) as error:
         raise ValueError(str(error)) from None
-    return Config(**{part.name: namespace[part.name] for part in fields(Config)}), namespace["resume"]
+    config = Config(**{part.name: namespace[part.name] for part in fields(Config)})
+    if namespace["print_config"]:
+        print(_to_yaml(config), end="")
+        raise SystemExit(0)
+    return config, namespace["resume"]
+
+
+def _to_yaml(config: Config) -> str:
+    return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def _with_underscores(word: str) -> str:
@@ -231,6 +248,13 @@ def _with_underscores(word: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
+def read_config(path: str | Path) -> Config:
+    """The configuration that `save_config` wrote, whatever the environment says."""
+    return load_config(["--config", str(path)], use_environment=False)[0]
+
+
 def save_config(config: Config, path: str | Path) -> None:
-    """Write all of `config` as YAML that `load_config(["--config", path])` reads back to an equal one."""
-    Path(path).write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+    """Write all of `config` as YAML, all or nothing; `read_config(path)` gives an equal one."""
+    temporary = Path(path).with_suffix(".tmp")
+    temporary.write_text(_to_yaml(config), encoding="utf-8")
+    temporary.replace(path)

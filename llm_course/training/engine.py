@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TrainState', 'Callback', 'resolve_device', 'computes_in_bf16', 'unwrap', 'TrainingEngine']
 
-# %% ../../nbs/14_engine.ipynb #6c175ba2
+# %% ../../nbs/14_engine.ipynb #f42a21b7
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..text.data import BaseDataModule
+from ..text.data import BaseDataModule, check_same_data
 from .config import Config
 from .task import TrainingTask
 
@@ -55,11 +55,14 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
-# %% ../../nbs/14_engine.ipynb #e7cba3ee
+# %% ../../nbs/14_engine.ipynb #8acd0e26
 def resolve_device(name: str) -> torch.device:
     """`auto` is the accelerator where there is one, else the CPU; other names go to `torch.device`."""
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"training.device={name!r} cannot be used here: {error}. Try auto or cpu") from None
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")
 
@@ -75,7 +78,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The model inside `torch.compile`: its keys are free of `_orig_mod.`."""
     return getattr(model, "_orig_mod", model)
 
-# %% ../../nbs/14_engine.ipynb #8eeaed49
+# %% ../../nbs/14_engine.ipynb #8ffcb4c2
 class TrainingEngine:
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`.
 
@@ -90,12 +93,16 @@ class TrainingEngine:
         self.metrics: dict[str, float] = {}  # the newest validation results
         self._is_set_up = False
 
-    def setup(self) -> None:
-        """Prepare the data and build model, optimizer and schedule. `run` does it where nobody has."""
-        self.data.prepare_data()
-        self.data.setup()
+    def setup(self, state: dict[str, Any] | None = None) -> None:
+        """Prepare the data and build model, optimizer and schedule; with `state`, go on from there. `run` does it where
+        nobody has.
+
+        ValueError where the data is not that of `state`; then nothing on disk has changed.
+        """
         training = self.config.training
         self.device = resolve_device(training.device)
+        self.data.prepare_data(expected=None if state is None else state["data"])
+        self.data.setup()
         bf16 = training.precision == "bf16" or (training.precision == "auto" and computes_in_bf16(self.device))
         self.precision = "bf16" if bf16 else "fp32"
         torch.manual_seed(training.seed)
@@ -106,6 +113,8 @@ class TrainingEngine:
         if training.compile:
             self._forward_model = cast(nn.Module, torch.compile(self.model))
         self._is_set_up = True
+        if state is not None:
+            self.load_state_dict(state)
 
     def run(self) -> dict[str, float]:
         """Train until `max_steps` or `stop()`; returns the newest validation metrics."""
@@ -205,7 +214,7 @@ class TrainingEngine:
         return {
             "model": unwrap(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": {"last_epoch": self.scheduler.last_epoch},
             "state": asdict(self.state),
             "metrics": self.metrics,
             "rng": _rng_state(),
@@ -215,18 +224,20 @@ class TrainingEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; call it after `setup`. ValueError where the data is not that of the run."""
-        changed = {name: (value, self.data.fingerprint().get(name)) for name, value in state["data"].items()}
-        changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
-        if changed:
-            differences = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in changed.items())
-            raise ValueError(
-                f"the run cannot be resumed, its data differs: {differences}. Undo the change or start in a new run_dir"
-            )
+        check_same_data(state["data"], self.data.fingerprint())
         unwrap(self.model).load_state_dict(state["model"])
+        settings = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.last_epoch = state["scheduler"]["last_epoch"]
+        self.scheduler._last_lr = [
+            base * factor(self.scheduler.last_epoch)
+            for base, factor in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+        ]
+        # the moments are those of the run; the learning rate and the other settings those of the configuration
+        for group, setting, lr in zip(self.optimizer.param_groups, settings, self.scheduler._last_lr, strict=True):
+            group.update(setting | {"lr": lr})
         self.state = TrainState(**state["state"])
         self.metrics = dict(state["metrics"])
-        self.scheduler.load_state_dict(state["scheduler"])
         for callback in self.callbacks:
             callback.load_state_dict(state["callbacks"].get(type(callback).__name__, {}))
         _set_rng_state(state["rng"])

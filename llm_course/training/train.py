@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['AVAILABLE_TASKS', 'find_task', 'train_worker', 'main', 'load_run', 'generate_command']
 
-# %% ../../nbs/19_training.ipynb #62e31940
+# %% ../../nbs/19_training.ipynb #e2822b53
 import argparse
 import dataclasses
 import importlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from ..model.generation import stream_text
 from ..text.tokenization import BPETokenizer
 from .callbacks import LossPlot, MetricsLogger, ProgressBar, TensorBoardLogger
 from .checkpointing import Checkpointer, CheckpointManager, GracefulStop, load_checkpoint
-from .config import Config, load_config, save_config
+from .config import Config, load_config, read_config, save_config
 from .engine import TrainingEngine
 from .monitoring import Logger, PerformanceMonitor
 from .task import LanguageModelingTask, TrainingTask
@@ -50,12 +51,14 @@ def find_task(name: str) -> type[TrainingTask]:
         raise ValueError(f"task={name!r} is not a subclass of TrainingTask")
     return task
 
-# %% ../../nbs/19_training.ipynb #8b750e86
+# %% ../../nbs/19_training.ipynb #a89bd28c
 def _checkpoint_to_resume(config: Config, manager: CheckpointManager, *, resume: bool, logger: Logger) -> dict[str, Any] | None:
     """The state to go on from, or None for a new run; ValueError where the folder forbids what was asked."""
     run_dir = Path(config.run_dir)
-    path = manager.latest() if manager.folder.is_dir() else None
+    path = manager.latest()
     if path is None:
+        if any(manager.folder.glob("step_*")):
+            raise ValueError(f"every checkpoint in {manager.folder} is broken; remove {run_dir} to begin again")
         if resume:
             raise ValueError(f"--resume: {run_dir} holds no checkpoint; leave --resume out to begin a new run")
         logger.info(f"new run in {run_dir}")
@@ -66,12 +69,16 @@ def _checkpoint_to_resume(config: Config, manager: CheckpointManager, *, resume:
     if step >= max_steps:
         raise ValueError(
             f"{run_dir} holds a finished run (step {step} of {max_steps}), which is not overwritten. Choose another "
-            f"--run-dir, raise "
-            f"--training.max_steps to train further, or remove the folder. To let it write: llm-course generate --run "
-            f"{run_dir} --prompt 'The '"
+            f"--run-dir, raise --training.max_steps to train further, or remove the folder. To let it write: "
+            f"{_generate_line(config)}"
         )
     logger.info(f"resuming the unfinished run in {run_dir} at step {step} of {max_steps}")
     return state
+
+
+def _generate_line(config: Config) -> str:
+    """The command that lets a run write, as it is typed."""
+    return shlex.join(["llm-course", "generate", "--run", config.run_dir, "--prompt", config.logging.sample_prompt])
 
 
 def _check_same_run(config: Config, run_dir: Path) -> None:
@@ -79,7 +86,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     saved_file = run_dir / "config.yaml"
     if not saved_file.is_file():
         return
-    saved, _ = load_config(["--config", str(saved_file)])
+    saved = read_config(saved_file)
     for part in ("task", "model", "data"):
         there, now = getattr(saved, part), getattr(config, part)
         if there != now:
@@ -88,7 +95,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
                 "Use the same one to resume, or another --run-dir"
             )
 
-# %% ../../nbs/19_training.ipynb #2716951c
+# %% ../../nbs/19_training.ipynb #a34675e4
 def train_worker(config: Config, *, resume: bool = False) -> TrainingEngine:
     """Train as `config` says, in `config.run_dir`; begins a run or goes on with an unfinished one. Returns the engine when
     it has ended.
@@ -101,20 +108,18 @@ def train_worker(config: Config, *, resume: bool = False) -> TrainingEngine:
     task = find_task(config.task)(config)
     state = _checkpoint_to_resume(config, manager, resume=resume, logger=logger)
     callbacks = [
-        GracefulStop(),
         PerformanceMonitor(log_interval=config.logging.log_interval),
         MetricsLogger(run_dir, log_interval=config.logging.log_interval),
         LossPlot(run_dir),
         *([TensorBoardLogger(run_dir / "tensorboard")] if config.logging.tensorboard else []),
         Checkpointer(manager, save_interval=config.checkpoint.save_interval),
         ProgressBar(),
+        GracefulStop(),
     ]
     data = task.build_data()
     engine = TrainingEngine(config, task, data, callbacks)
-    engine.setup()
+    engine.setup(state)
     save_config(config, run_dir / "config.yaml")
-    if state is not None:
-        engine.load_state_dict(state)
     info = getattr(data, "info", {})
     if info:
         logger.info(
@@ -127,7 +132,7 @@ def train_worker(config: Config, *, resume: bool = False) -> TrainingEngine:
     engine.run()
     return engine
 
-# %% ../../nbs/19_training.ipynb #7e19c0ef
+# %% ../../nbs/19_training.ipynb #aba9ba06
 def main(argv: Sequence[str] | None = None) -> int:
     """`llm-course train`: returns the exit status; 0 when the run is finished, 130 or 143 when a signal stopped it."""
     config, resume = load_config(sys.argv[1:] if argv is None else argv)
@@ -149,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_new_tokens=config.logging.sample_tokens,
             seed=config.training.seed,
         )
-        print(f"---\n\nnext: llm-course generate --run {run_dir} --prompt {prompt!r}")
+        print(f"---\n\nnext: {_generate_line(config)}")
     print(f"the run is in {run_dir}; its curves are in {Path(run_dir, 'loss.png')}")
     return 0
 
@@ -160,7 +165,7 @@ def load_run(run_dir: str | Path) -> tuple[DecoderModel, BPETokenizer]:
     path = CheckpointManager(Path(run_dir) / "checkpoints").latest()
     if path is None:
         raise ValueError(f"{run_dir} holds no checkpoint: train one with llm-course train --run-dir {run_dir}")
-    config, _ = load_config(["--config", str(Path(run_dir) / "config.yaml")])
+    config = read_config(Path(run_dir) / "config.yaml")
     tokenizer = BPETokenizer.load(run_dir)
     model = DecoderModel(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
     model.load_state_dict(load_checkpoint(path)["model"])
@@ -206,11 +211,15 @@ def _write(
     seed: int | None,
 ) -> None:
     """Print `prompt` and its continuation piece by piece as it comes."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("the prompt is not valid UTF-8") from None
     generator = torch.Generator(next(model.parameters()).device)
     if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed % 2**63)
     print(prompt, end="", flush=True)
     settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     for piece in stream_text(model, tokenizer, prompt, max_new_tokens=max_new_tokens, generator=generator, **settings):
