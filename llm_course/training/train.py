@@ -132,7 +132,7 @@ def train_worker(config: Config, *, resume: bool = False) -> TrainingEngine:
     engine.run()
     return engine
 
-# %% ../../nbs/19_training.ipynb #aba9ba06
+# %% ../../nbs/19_training.ipynb #3b6472d3
 def main(argv: Sequence[str] | None = None) -> int:
     """`llm-course train`: returns the exit status; 0 when the run is finished, 130 or 143 when a signal stopped it."""
     config, resume = load_config(sys.argv[1:] if argv is None else argv)
@@ -178,7 +178,7 @@ def generate_command(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="the folder of the run")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="length of the continuation (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default 0.8)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 always takes the likeliest token (default 0.6)")
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
     parser.add_argument(
         "--top-p", type=float, default=0.95, help="choose among the likeliest tokens that hold this probability (default 0.95)"
@@ -205,7 +205,7 @@ def _write(
     prompt: str,
     *,
     max_new_tokens: int,
-    temperature: float = 0.8,
+    temperature: float = 0.6,
     top_k: int | None = None,
     top_p: float | None = 0.95,
     seed: int | None,
