@@ -22,7 +22,7 @@ lint: $(VENV)/.dev  ## Check style and types alone
 	$(BIN)/python scripts/check.py lint types
 
 lab: $(VENV)/.dev  ## Open the course in JupyterLab
-	$(BIN)/jupyter-lab nbs/index.ipynb
+	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/nbs/index.ipynb
 
 export: $(VENV)/.dev  ## Write llm_course/ from the notebooks, and clean the notebooks
 	$(BIN)/nbdev_export
