@@ -303,6 +303,15 @@ def test_preparing_twice_uses_the_files_again(folder):
     assert info["documents"] == {"train": 1, "val": 1} and info["bytes"]["train"] + info["bytes"]["val"] == len(TEXT)
 
 
+def test_a_text_that_became_too_short_costs_nothing(folder):
+    make_engine("run", 1)
+    before = contents("run")
+    Path("text.txt").write_text("A short one.")
+    with pytest.raises(ValueError, match="too short"):
+        make_engine("run", 1)
+    assert contents("run") == before
+
+
 def test_first_run_configuration_is_complete_and_valid():
     config, _ = load_config(["--config", str(ROOT / "configs" / "first_run.yaml")])
     assert isinstance(config, Config) and config.run_dir == "runs/first_run"

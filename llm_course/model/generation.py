@@ -83,8 +83,7 @@ def generate_tokens(
     """Yield the next token of each row, int64 (B,), `max_new_tokens` times. `sampling` goes to `sample`.
 
     `input_ids` is (B, T), T at least 1, without padding. When the model's `max_position_embeddings` are full, the newest
-    half is fed again at
-    position 0 and the older half is forgotten.
+    half is fed again at position 0 and the older half is forgotten.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T) with at least one token")

@@ -73,8 +73,7 @@ def _python_docs() -> Corpus:
 
 
 def _each_paragraph_once(documents: list[str]) -> list[str]:
-    """Drop paragraphs that stood earlier: the topics quote each other, and a quotation must not cross from training to
-    validation."""
+    """Drop paragraphs of earlier documents: a quotation must not cross from training to validation."""
     seen: set[str] = set()
     kept = []
     for document in documents:
@@ -116,8 +115,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {_byte_offset(data, error)} cannot be "
-            f"decoded. "
-            "Convert the file to UTF-8 first"
+            "decoded. Convert the file to UTF-8 first"
         ) from None
     if not text.strip():
         raise ValueError(f"{path} is empty: it holds {len(data)} bytes and no text")
@@ -175,8 +173,8 @@ class PackedDataset(Dataset):
     """Windows of T tokens over one long row of ids, with their targets.
 
     Item i is `{"input_ids": (T,), "labels": (T,)}`, int64, where `labels[t]` is the token after `input_ids[t]`: this is
-    the only place of the
-    course that shifts. Windows do not overlap, so each id is a target at most once; a rest shorter than a window is left out.
+    the only place of the course that shifts. Windows do not overlap, so each id is a target at most once; a rest shorter
+    than a window is left out.
     """
 
     def __init__(self, ids: np.ndarray, sequence_length: int):
@@ -302,7 +300,6 @@ class TextDataModule(BaseDataModule):
             whole = [_file_sha256(path) for path in (tokenizer_path, *token_files.values())]
             if made_of.items() <= info.items() and whole == [info["tokenizer_sha256"], *info["tokens_sha256"]]:
                 return
-            info_path.unlink()
         splits = dict(
             zip(("train", "val"), split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed), strict=True)
         )
@@ -313,6 +310,7 @@ class TextDataModule(BaseDataModule):
                 PackedDataset(ids, self.sequence_length)
             except ValueError as error:
                 raise ValueError(f"the {split} split of {corpus.source} is too short: {error}") from None
+        info_path.unlink(missing_ok=True)
         tokenizer.save(self.folder)
         info_path.parent.mkdir(exist_ok=True)
         for split, ids in rows.items():

@@ -29,8 +29,7 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take the tensors out of a tree of dicts, lists and JSON values.
 
     Returns the tree with `{"__tensor__": path}` where a tensor was, and the tensors by path. Integer keys become
-    `"__int__5"`. TypeError names a leaf that
-    JSON cannot hold.
+    `"__int__5"`. TypeError names a leaf that JSON cannot hold.
     """
     if isinstance(tree, Tensor):
         return {"__tensor__": path}, {path: tree}
@@ -61,9 +60,10 @@ def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 # %% ../../nbs/18_checkpointing.ipynb #0ea63b57
 class CheckpointManager:
-    """Writes, finds, checks and tidies checkpoints in `folder`: `step_00000200/` holds `model.safetensors`,
-    `optimizer.safetensors`,
-    `state.json` and `manifest.json`. Nothing is ever unpickled. A folder without a valid manifest is no checkpoint.
+    """Writes, finds, checks and tidies the checkpoints in `folder`.
+
+    `step_00000200/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and `manifest.json`. Nothing is ever
+    unpickled. A folder without a valid manifest is no checkpoint.
     """
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, logger: Logger | None = None):

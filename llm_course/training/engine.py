@@ -177,10 +177,9 @@ class TrainingEngine:
         if not (torch.isfinite(loss_sum) and torch.isfinite(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"the loss ({loss_sum.item():g} over {num_targets.item()} targets) or the gradient norm "
-                f"({grad_norm.item():g}) is not finite in step "
-                f"{self.state.step + 1} (epoch {self.state.epoch}, batch {self.state.batch}). The weights are those of step "
-                f"{self.state.step}. "
+                f"the loss ({loss_sum.item():g} over {num_targets.item()} targets) or the gradient norm ({grad_norm.item():g}) "
+                f"is not finite in step {self.state.step + 1} (epoch {self.state.epoch}, batch {self.state.batch}). "
+                f"The weights are those of step {self.state.step}. "
                 "Try a lower optimization.learning_rate, more optimization.warmup_steps, or training.precision=fp32"
             )
         learning_rate = self.scheduler.get_last_lr()[0]
