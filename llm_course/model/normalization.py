@@ -5,54 +5,71 @@
 # %% auto #0
 __all__ = ['RMSNorm', 'LayerNorm']
 
-# %% ../../nbs/04_normalization.ipynb #b0aadb2c
+# %% ../../nbs/04_normalization.ipynb #e538d835
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/04_normalization.ipynb #6385bbe7
+# %% ../../nbs/04_normalization.ipynb #348e791f
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-    Input and output are (..., C) of the same dtype; the arithmetic is float32.
-    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
+    `forward(x)` takes (..., C) of any floating-point type and returns the same shape and type; the arithmetic is float32, or
+    float64 for float64 input. Raises ValueError for a size or eps that is not positive, another last dimension, or integers.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equations 3 and 4.
     """
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-6):
         super().__init__()
-        _check(hidden_size, eps)
+        _check_arguments(hidden_size, eps)
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight
+        wide = _check_and_widen(x, weight)
+        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
+    """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias, var divided by C.
 
-    Input and output are (..., C) of the same dtype; the arithmetic is float32. Source: Ba et al. 2016, "Layer Normalization".
+    `forward(x)` takes (..., C) of any floating-point type and returns the same shape and type; the arithmetic is float32, or
+    float64 for float64 input. Raises ValueError for a size or eps that is not positive, another last dimension, or integers.
+    Source: Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4.
     """
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, bias: bool = True):
         super().__init__()
-        _check(hidden_size, eps)
+        _check_arguments(hidden_size, eps)
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps).to(x.dtype)
+        weight, bias = self.weight, self.bias
+        wide = _check_and_widen(x, weight)
+        shift = None if bias is None else bias.to(wide.dtype)
+        return F.layer_norm(wide, weight.shape, weight.to(wide.dtype), shift, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
 
 
-def _check(hidden_size: int, eps: float) -> None:
-    if hidden_size <= 0:
-        raise ValueError(f"hidden_size={hidden_size} must be positive")
-    if not eps >= 0:
-        raise ValueError(f"eps={eps} must not be negative")
+def _check_arguments(hidden_size: int, eps: float) -> None:
+    if not isinstance(hidden_size, int) or hidden_size < 1:
+        raise ValueError(f"hidden_size={hidden_size} must be a whole number of at least 1")
+    if not 0 < eps < float("inf"):  # also refuses NaN
+        raise ValueError(f"eps={eps} must be positive and finite: 1e-6 is usual")
+
+
+def _check_and_widen(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` in float32 at least: half types overflow when squared."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.numel()}): the last dimension is normalised")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, expected a floating-point type: convert it with x.float()")
+    return x.float() if x.dtype.itemsize < 4 else x
