@@ -5,31 +5,63 @@
 # %% auto #0
 __all__ = ['MLP']
 
-# %% ../../nbs/06_mlp.ipynb #d914a94b
+# %% ../../nbs/06_mlp.ipynb #dc19e0ee
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/06_mlp.ipynb #35613f01
-class MLP(nn.Module):
-    """The feed-forward block: SwiGLU with `use_glu` (Llama's names and layout), else GELU (GPT-2's).
+# %% ../../nbs/06_mlp.ipynb #54d50459
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
+}  # fmt: skip
 
-    `forward(x)` maps (..., C) to (..., C). Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks and Gimpel
-    2016, "GELUs".
+
+class MLP(nn.Module):
+    """The feed-forward layer, for each token alone: down(f(gate(x)) * up(x)) with `use_glu`, else down(f(up(x))).
+
+    `forward(x)` maps (..., C) to (..., C), C = hidden_size, through F = intermediate_size neurons. `activation` is f; None is
+    SiLU with a gate (SwiGLU, as in Llama) and GELU in its tanh form without (as in GPT-2). `bias` gives every projection a
+    bias. `dropout` is a probability and acts on the output, in training mode only. Raises ValueError for sizes below 1, a
+    dropout outside [0, 1), an unknown activation, or another last dimension.
+    Source: Vaswani et al. 2017, section 3.3; Hendrycks and Gimpel 2016 (GELU); Shazeer 2020, equation 6 (SwiGLU).
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, use_glu: bool = True, bias: bool = False, dropout: float = 0.0
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        use_glu: bool = True,
+        bias: bool = False,
+        dropout: float = 0.0,
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None,
     ):
         super().__init__()
-        if hidden_size <= 0 or intermediate_size <= 0:
-            raise ValueError(f"hidden_size={hidden_size} and intermediate_size={intermediate_size} must be positive")
+        for name, size in dict(hidden_size=hidden_size, intermediate_size=intermediate_size).items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size} must be a whole number of at least 1")
+        if not 0 <= dropout < 1:  # also refuses NaN
+            raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+        if activation is not None and activation not in _ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(_ACTIVATIONS)}, or None")
+        self.activation = activation or ("silu" if use_glu else "gelu_tanh")
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias) if use_glu else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.up_proj.in_features,):
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {self.up_proj.in_features})")
+        bend = _ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            hidden = nn.functional.gelu(self.up_proj(x), approximate="tanh")  # (..., F)
+            hidden = bend(self.up_proj(x))  # (..., C) -> (..., F)
         else:
-            hidden = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)  # (..., F)
-        return self.dropout(self.down_proj(hidden))
+            hidden = bend(self.gate_proj(x)) * self.up_proj(x)  # (..., C) -> (..., F)
+        return self.dropout(self.down_proj(hidden))  # (..., F) -> (..., C)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
