@@ -154,13 +154,13 @@ def test_resume_is_exact(folder, stop):
     "words, message",
     [
         (["--data.files", "missing/*.txt"], "no file matches 'missing/*.txt'"),
-        (["--data.files", "empty.txt"], "empty.txt is empty: it holds 0 bytes"),
+        (["--data.files", "empty.txt"], "empty.txt is empty: it holds no text"),
         (["--data.files", "latin.txt"], "latin.txt is not UTF-8: byte 0xe9 at offset 3"),
         (["--data.files", "marked.txt"], "marked.txt is not UTF-8: byte 0xe9 at offset 6"),
-        (["--data.files", "short.txt"], "too short"),
+        (["--data.files", "short.txt"], "12 characters are too few to hold out 0.05 of them"),
         (["--data.files", "."], "is a directory"),
         (["--data.corpus", "wikipedia"], "no corpus is called 'wikipedia'"),
-        (["--data.vocab_size", "100"], "vocab_size=100 is below 259"),
+        (["--data.vocab_size", "100"], "vocab_size=100 is too small for 256 bytes and 3 special tokens"),
         (["--task", "chess"], "task='chess' is not one of ['lm']"),
         (["--task", "nowhere:Task"], "cannot be loaded"),
         (["--resume"], "holds no checkpoint"),
@@ -185,7 +185,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder, words, message, 
     assert main(["train", "--config", "small.yaml", "--run-dir", "run", *files, *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
-    assert not Path("run").exists() or not list(Path("run").rglob("*.npy"))
+    assert not Path("run").exists() or not list(Path("run").rglob("*.tokens"))
 
 
 def contents(folder: str) -> dict[Path, bytes]:
@@ -244,8 +244,8 @@ def test_split_of_one_long_and_one_tiny_document_holds_out_the_end_of_the_long_o
 def test_a_lost_token_file_is_made_again(folder):
     make_engine("run", 1)
     before = contents("run")
-    Path("run/data/val.npy").unlink()
-    train = Path("run/data/train.npy")
+    Path("run/data/val.tokens").unlink()
+    train = Path("run/data/train.tokens")
     train.write_bytes(train.read_bytes()[:-2] + b"\0\0")
     make_engine("run", 1)
     assert contents("run") == before
@@ -307,7 +307,7 @@ def test_a_text_that_became_too_short_costs_nothing(folder):
     make_engine("run", 1)
     before = contents("run")
     Path("text.txt").write_text("A short one.")
-    with pytest.raises(ValueError, match="too short"):
+    with pytest.raises(ValueError, match="too few"):
         make_engine("run", 1)
     assert contents("run") == before
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .attention import KeyValueCache, padding_mask
+from .attention import KeyValueCache, document_mask, padding_mask
 from .embedding import EmbeddingLayer, RotaryEmbedding
 from .normalization import RMSNorm
 from .transformer_block import TransformerBlock
@@ -145,14 +145,15 @@ class DecoderModel(nn.Module):
         *,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> DecoderOutput:
         """Score the next token at each position.
 
         `input_ids` is (B, T). `position_ids`, (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for
-        padding. With a `cache`, the
-        keys and values of earlier calls are seen too, and `position_ids` must go on from there. ValueError where T is 0 or
-        above `max_position_embeddings`.
+        padding. `document_ids`, (B, T), keep attention inside each document of a packed row. With a `cache`, the keys and values
+        of earlier calls are seen too, and `position_ids` must go on from there. ValueError where T is 0 or above
+        `max_position_embeddings`.
         """
         T = input_ids.shape[-1]
         if not 0 < T <= self.config.max_position_embeddings:
@@ -164,6 +165,8 @@ class DecoderModel(nn.Module):
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
         position_embeddings = self.rotary(position_ids)
         mask = None if attention_mask is None else padding_mask(attention_mask)
+        if document_ids is not None:
+            mask = document_mask(document_ids) if mask is None else mask & document_mask(document_ids)
         for layer in self.layers:
             x = layer(x, position_embeddings=position_embeddings, mask=mask, cache=cache)
         return DecoderOutput(logits=self.lm_head(self.norm(x)))

@@ -20,6 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ..model.decoder import ModelConfig
+from ..text.corpus import CLEANING_STEPS
 
 # %% ../../nbs/12_config.ipynb #266b9b46
 @dataclass(kw_only=True)
@@ -27,25 +28,36 @@ class DataConfig:
     """What the model reads.
 
     Attributes:
-        corpus: a built-in corpus.
-        files: your own UTF-8 text files, paths or globs; wins over corpus.
+        corpus: a built-in corpus, python-docs or python-source.
+        files: your own text, UTF-8, .jsonl or .parquet, paths or globs; wins over corpus.
+        datasets: Hugging Face datasets by name, or name:config; win over corpus.
+        text_field: the field of .jsonl, .parquet and datasets that holds the text.
+        clean: cleaning steps, in order.
         vocab_size: entries of the tokenizer.
         sequence_length: tokens in a row (T).
         val_fraction: share of the text that is held out for validation.
+        separate_documents: attention stays inside each document of a row.
+        num_proc: processes that tokenize.
         num_workers: processes that load batches; 0 loads in the main one.
     """
 
     corpus: str = "python-docs"
     files: list[str] | str = field(default_factory=list)
+    datasets: list[str] | str = field(default_factory=list)
+    text_field: str = "text"
+    clean: list[str] | str = field(default_factory=list)
     vocab_size: int = 4096
     sequence_length: int = 256
     val_fraction: float = 0.05
+    separate_documents: bool = False
+    num_proc: int = 1
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.files, str):
-            self.files = [self.files]
-        _require_positive("data", self, "vocab_size", "sequence_length")
+        self.files, self.datasets, self.clean = map(_as_list, (self.files, self.datasets, self.clean))
+        if unknown := [step for step in self.clean if step not in CLEANING_STEPS]:
+            raise ValueError(f"data.clean: no step is called {unknown[0]!r}; there are {', '.join(CLEANING_STEPS)}")
+        _require_positive("data", self, "vocab_size", "sequence_length", "num_proc")
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1")
         if self.num_workers < 0:
@@ -156,6 +168,10 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         _require_positive("logging", self, "log_interval", "sample_tokens")
+
+
+def _as_list(value: list[str] | str) -> list[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def _require_positive(section: str, part: object, *names: str) -> None:

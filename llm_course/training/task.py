@@ -112,17 +112,22 @@ class LanguageModelingTask(TrainingTask):
             self.config.run_dir,
             corpus=data.corpus,
             files=data.files,
+            datasets=data.datasets,
+            text_field=data.text_field,
+            clean=data.clean,
             vocab_size=data.vocab_size,
             sequence_length=data.sequence_length,
             batch_size=training.batch_size,
             val_fraction=data.val_fraction,
+            separate_documents=data.separate_documents,
+            num_proc=data.num_proc,
             num_workers=data.num_workers,
             seed=training.seed,
         )
         return self._data
 
     def build_model(self, data: BaseDataModule) -> DecoderModel:
-        vocab_size: int = data.tokenizer.vocab_size  # type: ignore[attr-defined]
+        vocab_size = data.vocab_size
         if self.config.model.vocab_size not in (None, vocab_size):
             raise ValueError(
                 f"model.vocab_size={self.config.model.vocab_size} is not the tokenizer's {vocab_size}: leave it out, or set "
@@ -134,7 +139,8 @@ class LanguageModelingTask(TrainingTask):
         return nn.CrossEntropyLoss(ignore_index=-100, reduction="sum")
 
     def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        logits = model(batch["input_ids"]).logits  # (B, T, V)
+        inputs = {name: batch[name] for name in ("input_ids", "document_ids") if name in batch}
+        logits = model(**inputs).logits  # (B, T, V)
         labels = batch["labels"]  # (B, T), already the next tokens
         loss_sum = self.criterion(logits.float().flatten(0, 1), labels.flatten())
         return StepOutput(loss_sum, (labels != -100).sum())

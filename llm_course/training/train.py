@@ -82,12 +82,13 @@ def _generate_line(config: Config) -> str:
 
 
 def _check_same_run(config: Config, run_dir: Path) -> None:
-    """The model and the data of a run are fixed; how it is trained may change."""
+    """The task and the model of a run are fixed, and so is its data, which the engine checks by what it holds, not by how it
+    is named; how it is trained may change."""
     saved_file = run_dir / "config.yaml"
     if not saved_file.is_file():
         return
     saved = read_config(saved_file)
-    for part in ("task", "model", "data"):
+    for part in ("task", "model"):
         there, now = getattr(saved, part), getattr(config, part)
         if there != now:
             raise ValueError(
