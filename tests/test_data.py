@@ -633,3 +633,13 @@ def test_validation_for_a_rank_that_is_not_there():
     for rank, world_size in ((-1, 2), (2, 2), (0, 0)):
         with pytest.raises(ValueError, match="must lie in 0.."):
             data.val_dataloader(rank=rank, world_size=world_size)
+
+
+def test_a_decoder_that_gets_document_ids_reads_each_document_alone():
+    torch.manual_seed(0)
+    model = DecoderModel(ModelConfig(vocab_size=20, hidden_size=32, num_layers=2, num_heads=2)).eval()
+    first, second = torch.randint(20, (1, 5)), torch.randint(20, (1, 7))
+    row, document_ids = torch.cat((first, second), dim=1), torch.tensor([[0] * 5 + [1] * 7])
+    apart = torch.cat([model(part).logits for part in (first, second)], dim=1)
+    torch.testing.assert_close(model(row, document_ids=document_ids).logits, apart, rtol=1e-4, atol=1e-5)
+    assert (model(row).logits - apart)[:, 5:].abs().max() > 0.01  # without them the second reads the first

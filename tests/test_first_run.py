@@ -316,3 +316,13 @@ def test_first_run_configuration_is_complete_and_valid():
     config, _ = load_config(["--config", str(ROOT / "configs" / "first_run.yaml")])
     assert isinstance(config, Config) and config.run_dir == "runs/first_run"
     assert yaml.safe_load((ROOT / "configs" / "first_run.yaml").read_text())["data"]["corpus"] == "python-docs"
+
+
+def test_the_same_text_under_another_name_is_the_same_data(folder):
+    words = ["train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps"]
+    from llm_course.cli import main
+
+    assert main([*words, "2", "--data.files", "text.txt"]) == 0
+    assert main([*words, "3", "--data.files", "./text.txt", "--data.num_proc", "2"]) == 0
+    Path("text.txt").write_text(TEXT + "One more line.")
+    assert main([*words, "4", "--data.files", "text.txt"]) == 2
