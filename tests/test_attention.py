@@ -207,7 +207,7 @@ def test_a_mask_must_cover_the_cached_keys(new):
     layer, x, cache = MultiHeadAttention(16, 4), torch.randn(1, 4 + new, 16), Cache()
     tokens = torch.tensor([[0, 0, 1, 1] + [1] * new])
     layer(x[:, :4], mask=padding_mask(tokens[:, :4]), cache=cache)
-    with pytest.raises(ValueError, match="does not broadcast" if new > 1 else "expected 5 keys"):
+    with pytest.raises(ValueError, match=f"expected {4 + new} keys"):
         layer(x[:, 4:], mask=padding_mask(tokens[:, 4:]), cache=cache)  # of the new tokens only: would show the padding
 
 
@@ -352,3 +352,33 @@ def test_non_contiguous_inputs():
         scaled_dot_product_attention(q, k, v, is_causal=True),
         scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True),
     )
+
+
+def test_scale_and_the_bias_of_the_last_projection_alone():
+    x, plain = torch.randn(2, 5, 16), MultiHeadAttention(16, 4)
+    scaled = MultiHeadAttention(16, 4, scale=0.125)
+    scaled.load_state_dict(plain.state_dict())
+    plain.q_proj.weight.data /= 4  # 1 / sqrt(D) is 1/2
+    torch.testing.assert_close(scaled(x), plain(x))
+    qwen2 = MultiHeadAttention(16, 4, attention_bias=True, attention_out_bias=False)
+    assert qwen2.q_proj.bias is not None and qwen2.v_proj.bias is not None and qwen2.o_proj.bias is None
+    with pytest.raises(ValueError, match="scale=0"):
+        MultiHeadAttention(16, 4, scale=0.0)
+
+
+class LastKeys(Cache):
+    """Keeps the two newest keys, all that a window of three reaches from the next token on."""
+
+    def update(self, layer_index, k, v):
+        k, v = super().update(layer_index, k, v)
+        self.layers[layer_index] = k[:, :, -2:], v[:, :, -2:]
+        return k, v
+
+
+def test_a_cache_may_forget_what_the_window_cannot_reach():
+    layer, x = MultiHeadAttention(16, 4, sliding_window=3), torch.randn(2, 9, 16)
+    tokens, cache = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]), LastKeys()
+    full = layer(x, mask=padding_mask(tokens))
+    for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
+        part = layer(x[:, start:end], mask=padding_mask(tokens[:, :end]), cache=cache)
+        torch.testing.assert_close(part, full[:, start:end])

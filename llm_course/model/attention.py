@@ -162,8 +162,9 @@ class MultiHeadAttention(nn.Module):
     (B, H, T, S), True = may attend; it can only hide more, because it is joined with the causal rule and the window.
     `cache.update` gets the keys after rotation.
 
-    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections. `qk_norm` is an RMSNorm of each
-    head's q and k, before rotation (as in Qwen3). `sliding_window=W`: each token reads itself and the W - 1 before it (Beltagy
+    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections, `attention_out_bias` decides for
+    the last alone (Qwen2 has none there). `qk_norm` is an RMSNorm of each head's q and k, before rotation (as in Qwen3).
+    `scale` multiplies the scores, by default 1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it (Beltagy
     et al. 2020). `softcap` bounds the scores (Gemma 2, section 2). `dropout` acts on the weights, in training mode only.
     `layer_index` is what the cache files this layer's keys under. Raises ValueError for sizes that do not fit together.
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in Hugging Face's Llama and Qwen3.
@@ -177,8 +178,10 @@ class MultiHeadAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         attention_bias: bool = False,
+        attention_out_bias: bool | None = None,
         qk_norm: bool = False,
         rms_norm_eps: float = 1e-6,
+        scale: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
         dropout: float = 0.0,
@@ -195,13 +198,17 @@ class MultiHeadAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give head_dim")
         _check_range(softcap, dropout)
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale} must be positive and finite, or None for 1 / sqrt(head_dim)")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.sliding_window, self.softcap, self.dropout, self.layer_index = sliding_window, softcap, dropout, layer_index
+        self.scale, self.softcap, self.sliding_window = scale, softcap, sliding_window
+        self.dropout, self.layer_index = dropout, layer_index
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=attention_bias)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=attention_bias)
+        out_bias = attention_bias if attention_out_bias is None else attention_out_bias
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
 
@@ -235,21 +242,27 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, position_embeddings)
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
-        _check_attention(q, k, v, mask)
         T, S = q.shape[2], k.shape[2]
         if S < T:
             raise ValueError(f"the cache returned S={S} keys for T={T} new tokens, expected the new and the earlier ones")
-        if cache is not None and mask is not None and mask.ndim > 0 and mask.shape[-1] != S:
-            raise ValueError(f"mask {tuple(mask.shape)}: expected {S} keys in its last dimension, the cached ones count too")
+        if cache is not None and mask is not None and mask.ndim > 0:
+            if mask.shape[-1] < S:
+                raise ValueError(f"mask {tuple(mask.shape)}: expected {S} keys in its last dimension, the cached ones count too")
+            mask = mask[..., -S:]  # a cache with a window has forgotten the oldest keys
+        _check_attention(q, k, v, mask)
         windowed = self.sliding_window is not None and S > self.sliding_window
         if windowed:
             window = causal_mask(T, S, sliding_window=self.sliding_window, device=x.device)
             mask = window if mask is None else mask & window
         dropout = self.dropout if self.training else 0.0
-        y = scaled_dot_product_attention(q, k, v, mask=mask, is_causal=not windowed, softcap=self.softcap, dropout=dropout)
+        y = scaled_dot_product_attention(
+            q, k, v, mask=mask, is_causal=not windowed, scale=self.scale, softcap=self.softcap, dropout=dropout
+        )  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, H * D) -> (B, T, C)
 
     def extra_repr(self) -> str:
-        options = dict(sliding_window=self.sliding_window, softcap=self.softcap, dropout=self.dropout or None)
+        options = dict(
+            scale=self.scale, sliding_window=self.sliding_window, softcap=self.softcap, dropout=self.dropout or None
+        )
         chosen = "".join(f", {name}={value}" for name, value in options.items() if value is not None)
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}{chosen}"
