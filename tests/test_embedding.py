@@ -4,6 +4,7 @@ import copy
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,14 +180,31 @@ def test_equals_hugging_face(settings, head_dim, theta, positions):
         assert_close(mine, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0, 7.5, 40.0])
+@pytest.mark.parametrize("factor", [1.0, 3.0, 5.7, 10.0, 40.0])
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_speeds_equal_hugging_face_for_any_factor(kind, factor):
+def test_speeds_equal_hugging_face_bit_for_bit(kind, factor):
     settings = {"linear": dict(rope_type="linear"), "llama3": LLAMA3, "yarn": YARN}[kind] | dict(factor=factor)
-    assert_close(rotary(64, settings).frequencies, hf_rotary(settings).inv_freq, atol=0, rtol=1e-6)
-    if factor > 1:
-        with pytest.raises(AssertionError):
-            assert_close(rotary(64, settings).frequencies, hf_rotary(None).inv_freq, atol=0, rtol=1e-6)
+    for head_dim, theta in ((6, 1e4), (64, 1e4), (96, 1e6), (128, 5e5)):
+        ours = rotary(head_dim, settings, rope_theta=theta).frequencies
+        assert torch.equal(ours, hf_rotary(settings, head_dim, theta).inv_freq)
+        assert factor == 1 or not torch.equal(ours, hf_rotary(None, head_dim, theta).inv_freq)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=["none", "linear", "llama3", "yarn"])
+def test_tables_do_not_depend_on_the_default_dtype(scaling, dtype):
+    positions = torch.tensor([3, 20_003])
+    expected = rotary(128, scaling, rope_theta=1e6)
+    torch.set_default_dtype(dtype)
+    try:
+        rope = rotary(128, scaling, rope_theta=1e6)
+        tables, clock = rope(positions), sinusoidal_positions(positions, 8)
+        converted = copy.deepcopy(rope).to(dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(rope.frequencies, expected.frequencies) and torch.equal(converted.frequencies, expected.frequencies)
+    assert all(torch.equal(*pair) for pair in zip(tables, expected(positions), strict=True))
+    assert torch.equal(clock, sinusoidal_positions(positions, 8))
 
 
 def test_rotation_equals_hugging_face():
@@ -253,6 +271,23 @@ def test_speeds_survive_a_start_without_memory():
     assert rope.frequencies.is_meta
     rope = rope.to_empty(device="cpu")
     assert_close(rope(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0], atol=0, rtol=0)
+
+
+def test_a_model_on_another_default_device_runs_there():
+    with torch.device("meta"):
+        rope = rotary(8, YARN)
+        cos, sin = rope(torch.arange(9))
+        assert cos.is_meta and sin.is_meta and cos.shape == (1, 9, 8)
+    assert rope.frequencies.device.type == "cpu"  # real values, so that a checkpoint that is assigned makes a model that runs
+    assert torch.equal(rope(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0])
+    assert torch.equal(rope.to_empty(device="cpu")(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_frequencies_are_made_on_the_default_device():
+    with torch.device("cuda"):
+        rope = rotary(8, YARN)
+    assert rope.frequencies.is_cuda and rope(torch.arange(9, device="cuda"))[0].is_cuda
 
 
 def test_nothing_is_saved_or_learned():
@@ -395,6 +430,28 @@ def test_only_rows_that_are_read_get_a_gradient():
     assert layer.embed_positions.weight.grad[:, 0].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
+def test_sizes_of_numpy_are_whole_numbers_too():
+    layer = EmbeddingLayer(np.int64(9), np.uint8(4), position_type="learned", max_position_embeddings=np.int32(8))
+    assert layer(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 4)
+    ours = RopeScaling(**LLAMA3 | dict(factor=np.float64(8), original_max_position_embeddings=np.int64(8192)))
+    frequencies = rotary_frequencies(np.int64(64), rope_theta=np.float64(1e4), scaling=ours)
+    assert frequencies.dtype == torch.float32 and torch.equal(frequencies, rotary(64, LLAMA3).frequencies)
+
+
+def test_an_index_error_of_a_hook_is_not_renamed():
+    layer = EmbeddingLayer(9, 4)
+    layer.embed_tokens.register_forward_hook(lambda *_: "abc".__getitem__(3))
+    with pytest.raises(IndexError, match="string index"):
+        layer(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_settings_show_in_the_printed_model():
+    assert "position_type='sinusoidal', embedding_scale=2.0" in repr(
+        EmbeddingLayer(4, 4, position_type="sinusoidal", embedding_scale=2.0)
+    )
+    assert repr(rotary(8, YARN)) == "RotaryEmbedding(8, rope_theta=10000.0, yarn scaling by 4.0)"
+
+
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     layer, ids = EmbeddingLayer(9, 64, dropout=0.5), torch.zeros(1, 8, dtype=torch.long)
@@ -407,6 +464,7 @@ def test_dropout_acts_in_training_only():
 
 LAYER = EmbeddingLayer(9, 4, position_type="learned", max_position_embeddings=8)
 IDS = torch.zeros(2, 3, dtype=torch.long)
+TABLES = RotaryEmbedding(4)(torch.arange(3))
 
 
 @pytest.mark.parametrize(
@@ -426,7 +484,24 @@ IDS = torch.zeros(2, 3, dtype=torch.long)
         (lambda: EmbeddingLayer(4, 4, position_type="rope"), "'rope'.*'none'"),
         (lambda: EmbeddingLayer(4, 4, position_type="learned"), "max_position_embeddings=None"),
         (lambda: EmbeddingLayer(4, 5, position_type="sinusoidal"), "hidden_size=5 must be even"),
-        (lambda: EmbeddingLayer(4, 4, dropout=1.5), "dropout"),
+        (lambda: EmbeddingLayer(4, 4, position_type="learned", max_position_embeddings=8.0), "max_position_embeddings=8.0"),
+        (lambda: EmbeddingLayer(4, 4, dropout=1.5), "dropout=1.5"),
+        (lambda: EmbeddingLayer(4, 4, dropout=1.0), "dropout=1.0"),
+        (lambda: EmbeddingLayer(4, 4, dropout=math.nan), "dropout=nan"),
+        (lambda: EmbeddingLayer(4, 4, embedding_scale=math.nan), "embedding_scale=nan"),
+        (lambda: EmbeddingLayer(4, 4, embedding_scale=0.0), "embedding_scale=0.0"),
+        (lambda: EmbeddingLayer(True, 4), "vocab_size=True must be a whole number"),
+        (lambda: EmbeddingLayer(4, 4.0), "hidden_size=4.0 must be a whole number"),
+        (lambda: EmbeddingLayer(4, "4"), "hidden_size='4' must be a whole number"),
+        (lambda: EmbeddingLayer(None, 4), "vocab_size=None must be a whole number"),
+        (lambda: LAYER([[1, 2]]), r"input_ids is a list, expected a tensor: torch.as_tensor"),
+        (lambda: RotaryEmbedding(4)(np.arange(3)), "position_ids is a ndarray, expected a tensor"),
+        (lambda: sinusoidal_positions(torch.arange(3), 4, base=0.0), "base=0.0"),
+        (lambda: sinusoidal_positions(torch.arange(3), 4, base=math.nan), "base=nan"),
+        (lambda: sinusoidal_positions(torch.arange(3), 4.0), "hidden_size=4.0"),
+        (lambda: RotaryEmbedding(8.0), "head_dim=8.0"),
+        (lambda: RotaryEmbedding(8, rope_theta=1e39), "rope_theta=1e[+]39"),
+        (lambda: RotaryEmbedding(8, scaling=dict(YARN)), "scaling is a dict, expected RopeScaling"),
         (lambda: sinusoidal_positions(torch.arange(3), 5), "hidden_size=5"),
         (lambda: sinusoidal_positions(torch.arange(3.0), 4), "float32"),
         (lambda: RotaryEmbedding(7), "head_dim=7"),
@@ -436,8 +511,29 @@ IDS = torch.zeros(2, 3, dtype=torch.long)
         (lambda: RotaryEmbedding(8)(torch.arange(3).bfloat16()), "bfloat16.*long"),
         (lambda: RotaryEmbedding(8)(torch.zeros(1, 2, 3, dtype=torch.long)), r"\(1, 2, 3\), expected \(T,\) or \(B, T\)"),
         (lambda: apply_rotary(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 2, 3)), "even number"),
+        (lambda: rotate_half(torch.zeros(2, 3)), r"\(2, 3\), expected an even number"),
+        (lambda: apply_rotary(torch.zeros(1, 1, 3, 4).long(), *TABLES), "int64"),
+        (lambda: apply_rotary(torch.zeros(3, 4), *TABLES), r"\(3, 4\).*expected floating-point \(B, H, T, D\)"),
+        (lambda: apply_rotary(torch.zeros(1, 3, 4), *TABLES), r"x is torch.float32 \(1, 3, 4\)"),
+        (lambda: apply_rotary(torch.zeros(1, 1, 1, 4), *TABLES), r"\(1, 1, 1, 4\), cos \(1, 3, 4\).*these T tokens only"),
+        (lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 1, 1, 4)), r"cos \(1, 1, 4\)"),
+        (lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 2, 3, 4)), r"cos \(2, 3, 4\)"),
+        (lambda: apply_rotary(torch.zeros(2, 1, 3, 4), *torch.zeros(2, 3, 4)), r"cos \(3, 4\)"),
+        (lambda: apply_rotary(torch.zeros(2, 1, 3, 4), TABLES[0], TABLES[1][:, :1]), r"sin \(1, 1, 4\)"),
         (lambda: RopeScaling(rope_type="dynamic", factor=2.0), "'dynamic' must be one of linear, llama3, yarn"),
+        (lambda: RopeScaling(rope_type=["linear"], factor=2.0), "must be one of linear, llama3, yarn"),
         (lambda: RopeScaling(rope_type="linear", factor=0.5), "factor=0.5"),
+        (lambda: RopeScaling(rope_type="linear", factor=True), "factor=True must be a number"),
+        (lambda: RopeScaling(rope_type="linear", factor="4.0"), "factor='4.0' must be a number"),
+        (lambda: RopeScaling(rope_type="linear", factor=None), "factor=None must be a number"),
+        (lambda: RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=True), "low_freq_factor=True must be a number"),
+        (lambda: RopeScaling(**LLAMA3 | dict(high_freq_factor=math.nan)), "high_freq_factor=nan"),
+        (lambda: RopeScaling(**YARN | dict(attention_factor=math.nan)), "attention_factor=nan"),
+        *(
+            (lambda kind=kind, n=n: RopeScaling(**kind | dict(original_max_position_embeddings=n)), "must be a (whole )?number")
+            for kind in (LLAMA3, YARN)
+            for n in (math.nan, math.inf, 8192.5, 8192.0, True, 0, -1, "8192")
+        ),
         (lambda: RopeScaling(rope_type="linear", factor=math.inf), "factor=inf"),
         (lambda: RopeScaling(rope_type="yarn", factor=2.0), "original_max_position_embeddings=None"),
         (lambda: RopeScaling(rope_type="linear", factor=2.0, beta_fast=9.0), "beta_fast=9.0 means nothing to rope_type='linear'"),

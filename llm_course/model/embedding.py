@@ -6,20 +6,37 @@
 __all__ = ['sinusoidal_positions', 'rotate_half', 'apply_rotary', 'RopeScaling', 'rotary_frequencies', 'RotaryEmbedding',
            'EmbeddingLayer']
 
-# %% ../../nbs/03_embedding.ipynb #d532364d
+# %% ../../nbs/03_embedding.ipynb #bc6bba15
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from numbers import Integral, Real
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/03_embedding.ipynb #88e1ff78
-def _frequencies(size: int, base: float, device: torch.device | str = "cpu") -> Tensor:
-    """base^(-2i/size) for each pair i: float32 (size/2,), in radians per position."""
-    return 1.0 / base ** (torch.arange(0, size, 2, device=device).float() / size)  # rounded as in Hugging Face's models
+# %% ../../nbs/03_embedding.ipynb #fcc36bfe
+def _frequencies(size: int, base: float, *, factor: float = 1.0, device: torch.device | str = "cpu") -> Tensor:
+    """base^(-2i/size) / factor for each pair i: float32 (size/2,), in radians per position."""
+    wavelengths = base ** (torch.arange(0, size, 2, device=device).float() / size)  # for one radian
+    return 1.0 / (factor * wavelengths)  # in this order, so that it is rounded as in Hugging Face's models
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:  # numpy's integers are Integral too
+            raise ValueError(f"{name}={size!r} must be a whole number of at least 1: give an int, not a float, a text or None")
+
+def _check_pairs(size_name: str, size: int, base_name: str = "base", base: float = 10_000.0) -> None:
+    _check_sizes(**{size_name: size})
+    if size % 2:
+        raise ValueError(f"{size_name}={size} must be even: each speed belongs to a pair of numbers")
+    if not 1 < base < 1e38:  # where float32 ends; also refuses NaN
+        raise ValueError(f"{base_name}={base} must be above 1 and below 1e38: usual are 10000 to 1000000")
 
 def _check_integers(name: str, ids: Tensor, shapes: str, ndims: tuple[int, ...]) -> None:
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} is a {type(ids).__name__}, expected a tensor: torch.as_tensor(...) makes one")
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} has dtype {ids.dtype}, expected int64 or int32: convert whole numbers with .long()")
     if ids.ndim not in ndims:
@@ -28,18 +45,20 @@ def _check_integers(name: str, ids: Tensor, shapes: str, ndims: tuple[int, ...])
 def sinusoidal_positions(position_ids: Tensor, hidden_size: int, *, base: float = 10_000.0) -> Tensor:
     """A fixed vector for each position: sines in the even places, cosines in the odd ones.
 
-    `position_ids` are integers, (T,) or (B, T). Returns float32, (T, C) or (B, T, C). Raises ValueError for an odd
-    `hidden_size`, and for position ids that are not integers of such a shape. Source: Vaswani et al. 2017, section 3.5.
+    `position_ids` are integers, (T,) or (B, T), exact up to 2^24. Returns float32, (T, C) or (B, T, C), computed anew at each
+    call, so no length is too long. Raises ValueError for a `hidden_size` that is not positive and even, a `base` that is not
+    above 1, and position ids that are not integers of such a shape. Source: Vaswani et al. 2017, section 3.5.
     """
     _check_integers("position_ids", position_ids, "(T,) or (B, T)", (1, 2))
-    if hidden_size < 2 or hidden_size % 2:
-        raise ValueError(f"hidden_size={hidden_size} must be a positive even number: each speed has a sine and a cosine")
-    angles = position_ids[..., None].float() * _frequencies(hidden_size, base, position_ids.device)  # (..., T, C/2)
+    _check_pairs("hidden_size", hidden_size, "base", base)
+    angles = position_ids[..., None].float() * _frequencies(hidden_size, base, device=position_ids.device)  # (..., T, C/2)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (..., T, C/2, 2) -> (..., T, C)
 
-# %% ../../nbs/03_embedding.ipynb #4f6a6c89
+# %% ../../nbs/03_embedding.ipynb #97306d88
 def rotate_half(x: Tensor) -> Tensor:
-    """Map the halves (a, b) of the last dimension to (-b, a). Shape (..., D) is kept."""
+    """Map the halves (a, b) of the last dimension to (-b, a). Shape (..., D) is kept. Raises ValueError for an odd D."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected an even number in the last dimension: RoPE turns pairs")
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
@@ -47,14 +66,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn queries or keys by the angles of their positions. Values are not turned.
 
     `x` is (B, H, T, D); `cos` and `sin` are (1 or B, T, D), as `RotaryEmbedding` returns them. Shape and dtype of `x` are kept.
-    Raises ValueError for an odd D. Source: Su et al. 2021, equation 34, with the pairs (i, i + D/2) of Hugging Face's Llama.
+    Raises ValueError for other shapes, an odd D, or an `x` of whole numbers. Source: Su et al. 2021, equation 34, with the pairs
+    (i, i + D/2) of Hugging Face's Llama.
     """
-    if x.shape[-1] % 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected an even number in the last dimension: RoPE turns pairs")
+    B, _, T, D = x.shape if x.ndim == 4 else (-1,) * 4
+    if not x.is_floating_point() or cos.shape != sin.shape or cos.shape not in ((1, T, D), (B, T, D)):
+        seen = f"x is {x.dtype} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        rule = "expected floating-point (B, H, T, D) and (1 or B, T, D)"
+        raise ValueError(f"{seen}; {rule}: give RotaryEmbedding(head_dim) the positions of these T tokens only")
     cos, sin = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)  # (1 or B, 1, T, D): the same for all heads
     return x * cos + rotate_half(x) * sin
 
-# %% ../../nbs/03_embedding.ipynb #3570c527
+# %% ../../nbs/03_embedding.ipynb #7f5491b0
 _SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -65,11 +88,13 @@ _SCALING_FIELDS: dict[str, tuple[str, ...]] = {
 class RopeScaling:
     """How to slow RoPE down so that a model reads texts `factor` times as long; checked at construction.
 
-    The names are those of Hugging Face's `rope_parameters`. "linear" divides every speed by `factor`. "llama3" and "yarn" keep
-    the pairs that turn often within `original_max_position_embeddings` positions (`high_freq_factor` or `beta_fast` turns),
-    slow down by `factor` those that turn rarely (`low_freq_factor` or `beta_slow` turns), and blend between. "yarn" also
-    multiplies cosines and sines by `attention_factor`, by default 0.1 ln(factor) + 1. Raises ValueError for numbers out of
-    range, and for a field that `rope_type` does not have. DeepSeek's `mscale` fields are not supported.
+    The names are those of Hugging Face's `rope_parameters`, without its `rope_theta`. "linear" divides every speed by `factor`.
+    "llama3" and "yarn" keep the pairs that turn often within `original_max_position_embeddings` positions (`high_freq_factor` or
+    `beta_fast` turns; yarn always keeps the first), slow down by `factor` those that turn rarely (`low_freq_factor` or
+    `beta_slow` turns), and blend between. "yarn" also multiplies cosines and sines by `attention_factor`, by default
+    0.1 ln(factor) + 1.
+    Raises ValueError for numbers out of range, and for a value other than the default in a field that `rope_type` does not have.
+    The fields `mscale` (DeepSeek) and `truncate` (gpt-oss) are not supported.
     Source: Chen et al. 2023 (linear); Peng et al. 2023, sections 3.2 and 3.4 (yarn); Meta's Llama 3.1 code (llama3).
     """
 
@@ -83,17 +108,19 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _SCALING_FIELDS:
+        if self.rope_type not in list(_SCALING_FIELDS):
             raise ValueError(f"rope_type={self.rope_type!r} must be one of {', '.join(_SCALING_FIELDS)}; scaling=None is none")
-        own = ("rope_type", "factor", *_SCALING_FIELDS[self.rope_type])
-        for field in fields(self):
-            if field.name not in own and (value := getattr(self, field.name)) != field.default:
+        own = ("factor", *_SCALING_FIELDS[self.rope_type])
+        for field in fields(self)[1:]:  # all but rope_type
+            value = getattr(self, field.name)
+            if field.name not in own and value != field.default:
                 raise ValueError(f"{field.name}={value} means nothing to rope_type={self.rope_type!r}: it has {', '.join(own)}")
+            if value is not field.default and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"{field.name}={value!r} must be a number")
+        if self.rope_type != "linear":
+            _check_sizes(original_max_position_embeddings=self.original_max_position_embeddings)
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"factor={self.factor} must be a finite number of at least 1: 4.0 reads texts four times as long")
-        context = self.original_max_position_embeddings
-        if self.rope_type != "linear" and (context is None or context < 1):
-            raise ValueError(f"original_max_position_embeddings={context}: give the tokens of a text before the extension")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if not 0 < getattr(self, low) < getattr(self, high) < math.inf:
                 raise ValueError(f"{low}={getattr(self, low)} must be positive and below {high}={getattr(self, high)}")
@@ -107,17 +134,16 @@ class RopeScaling:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" else 1.0
 
-# %% ../../nbs/03_embedding.ipynb #6f039824
+# %% ../../nbs/03_embedding.ipynb #258fcce1
 def rotary_frequencies(head_dim: int, *, rope_theta: float = 10_000.0, scaling: RopeScaling | None = None) -> Tensor:
     """The rotation speed of each pair of dimensions, in radians per position: float32 (D/2,).
 
-    Without `scaling` they fall from 1 to about 1 / `rope_theta`. Raises ValueError for an odd `head_dim`, or a `rope_theta`
-    that is not above 1. Source: Su et al. 2021, section 3.2.2; for `scaling` see `RopeScaling`.
+    Without `scaling` they fall from 1 to about 1 / `rope_theta`. Raises ValueError for a `head_dim` that is not positive and
+    even, a `rope_theta` that is not above 1, and a `scaling` of another type. Source: Su et al. 2021, section 3.2.2.
     """
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be a positive even number: RoPE turns pairs of dimensions")
-    if not 1 < rope_theta < math.inf:
-        raise ValueError(f"rope_theta={rope_theta} must be finite and above 1: usual are 10000 to 1000000")
+    _check_pairs("head_dim", head_dim, "rope_theta", rope_theta)
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise ValueError(f"scaling is a {type(scaling).__name__}, expected RopeScaling(rope_type=..., factor=...) or None")
     frequencies = _frequencies(head_dim, rope_theta)
     if scaling is None:
         return frequencies
@@ -128,24 +154,26 @@ def rotary_frequencies(head_dim: int, *, rope_theta: float = 10_000.0, scaling: 
     if scaling.rope_type == "llama3":
         turns = context / (2 * math.pi / frequencies)  # of each pair, within the original context
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    else:
-        def pair(turns: float) -> float:  # the pair that makes so many turns, as a real number
-            return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope_theta))
+        keep = keep.clamp(0, 1)  # the share of its own speed
+        return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
-        first = max(math.floor(pair(scaling.beta_fast)), 0)
-        last = min(math.ceil(pair(scaling.beta_slow)), head_dim - 1)
-        keep = 1 - (torch.arange(head_dim // 2, device="cpu") - first) / max(last - first, 0.001)
-    keep = keep.clamp(0, 1)  # the share of its own speed
-    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    def pair(turns: float) -> float:  # the pair that makes so many turns, as a real number
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope_theta))
 
-# %% ../../nbs/03_embedding.ipynb #d7700849
+    first = max(math.floor(pair(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair(scaling.beta_slow)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return (1 - keep) * _frequencies(head_dim, rope_theta, factor=scaling.factor) + keep * frequencies
+
+# %% ../../nbs/03_embedding.ipynb #feffe10e
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary angles at given positions.
 
     `forward(position_ids)` takes integers of shape (T,) or (B, T), negative ones too, and returns `(cos, sin)`, each float32
     (1 or B, T, D), for `apply_rotary`. Nothing is learned or saved with the weights, and the speeds stay float32 whatever dtype
     the model is converted to. `scaling` slows the rotation down for texts longer than those of the training. Raises ValueError
-    for an odd `head_dim`, and for position ids that are not integers of such a shape. Source: Su et al. 2021, section 3.2.
+    as `rotary_frequencies` does, and for position ids that are not integers of such a shape. Source: Su et al. 2021, section 3.2.
     """
 
     frequencies: Tensor
@@ -153,44 +181,51 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, *, rope_theta: float = 10_000.0, scaling: RopeScaling | None = None):
         super().__init__()
         self.head_dim, self.rope_theta, self.scaling = head_dim, rope_theta, scaling
+        frequencies = rotary_frequencies(head_dim, rope_theta=rope_theta, scaling=scaling)
         self.attention_factor = 1.0 if scaling is None else scaling.resolved_attention_factor
-        speeds = rotary_frequencies(head_dim, rope_theta=rope_theta, scaling=scaling)
-        self.register_buffer("frequencies", speeds, persistent=False)
+        device = torch.get_default_device()  # but real values on meta: a checkpoint would not bring them
+        self.register_buffer("frequencies", frequencies if device.type == "meta" else frequencies.to(device), persistent=False)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # .to(), .bfloat16(), .to_empty(): may round the speeds, or leave them empty
-        speeds = rotary_frequencies(self.head_dim, rope_theta=self.rope_theta, scaling=self.scaling)
-        self.frequencies = speeds.to(self.frequencies.device)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # .to(), .bfloat16(), .to_empty(): may round the frequencies, or leave them empty
+        frequencies = rotary_frequencies(self.head_dim, rope_theta=self.rope_theta, scaling=self.scaling)
+        self.frequencies = frequencies.to(self.frequencies.device)
         return self
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         _check_integers("position_ids", position_ids, "(T,) or (B, T)", (1, 2))
         positions = position_ids if position_ids.ndim == 2 else position_ids[None]  # (1 or B, T)
-        angles = positions[..., None].float() * self.frequencies  # (1 or B, T, D/2)
+        angles = positions[..., None].float() * self.frequencies.to(positions.device)  # (1 or B, T, D/2)
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (1 or B, T, D): a pair turns together
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, rope_theta={self.rope_theta}" + (f", scaling={self.scaling}" if self.scaling else "")
+        scaled = f", {self.scaling.rope_type} scaling by {self.scaling.factor}" if self.scaling else ""
+        return f"{self.head_dim}, rope_theta={self.rope_theta}{scaled}"
 
-# %% ../../nbs/03_embedding.ipynb #10bf7b42
+# %% ../../nbs/03_embedding.ipynb #8a3e3eb1
 def _look_up(table: nn.Embedding, ids: Tensor, name: str, way_out: str) -> Tensor:
     """The rows of `ids`. A bad id raises ValueError on a CPU; on a GPU a check would cost a wait, so CUDA's own assert stops."""
     try:
         return table(ids)
     except IndexError:
-        place = ((ids < 0) | (ids >= table.num_embeddings)).nonzero()[0].tolist()
-        bad = ids[tuple(place)].item()
-        raise ValueError(f"{name} {bad} at {place} is outside the table's 0..{table.num_embeddings - 1}: {way_out}") from None
+        places = ((ids < 0) | (ids >= table.num_embeddings)).nonzero().tolist()
+        if not places:  # an IndexError of somebody else, such as a hook
+            raise
+        bad = ids[tuple(places[0])].item()
+        raise ValueError(f"{name} {bad} at {places[0]} is outside the table's 0..{table.num_embeddings - 1}: {way_out}") from None
 
+# %% ../../nbs/03_embedding.ipynb #e2342b29
 class EmbeddingLayer(nn.Module):
     """Token ids to vectors: a table, plus the positions that are added to it.
 
     `forward(input_ids, position_ids=None)` takes integers (B, T) and returns (B, T, C). `position_ids` is (T,) or (B, T), by
     default 0..T-1, and is not used with `position_type="none"`. "sinusoidal" adds fixed vectors to any positions, "learned" the
-    rows of a table with `max_position_embeddings` rows. The token's row is first multiplied by `embedding_scale`. Raises
-    ValueError for sizes that are not positive, for ids that are not integers of these shapes, and, on a CPU, for a token id or
-    learned position outside its table. Source: Vaswani et al. 2017, sections 3.4 and 3.5; Radford et al. 2019 (learned).
+    rows of a table with `max_position_embeddings` rows, which nothing else uses. The token's row is first multiplied by
+    `embedding_scale`, and `dropout` of the sum is zeroed in training. Raises ValueError for an unknown `position_type`, settings
+    out of range (sizes of at least 1, even for "sinusoidal"; dropout in [0, 1); a positive scale), ids that are not integers of
+    these shapes, and, on a CPU and not compiled, a token id or learned position outside its table.
+    Source: Vaswani et al. 2017, sections 3.4 and 3.5; Radford et al. 2019 (learned).
     """
 
     def __init__(
@@ -198,23 +233,27 @@ class EmbeddingLayer(nn.Module):
         max_position_embeddings: int | None = None, embedding_scale: float = 1.0, dropout: float = 0.0,
     ):  # fmt: skip
         super().__init__()
-        if vocab_size < 1 or hidden_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} and hidden_size={hidden_size} must be positive")
+        _check_sizes(vocab_size=vocab_size, hidden_size=hidden_size)
         if position_type not in ("none", "sinusoidal", "learned"):
             raise ValueError(f"position_type={position_type!r} must be 'none' (also for RoPE), 'sinusoidal' or 'learned'")
-        rows = max_position_embeddings or 0
-        if position_type == "learned" and rows < 1:
-            raise ValueError(f"max_position_embeddings={max_position_embeddings}: learned positions need at least one row")
-        if position_type == "sinusoidal" and hidden_size % 2:
-            raise ValueError(f"hidden_size={hidden_size} must be even: each speed has a sine and a cosine")
+        if position_type == "sinusoidal":
+            _check_pairs("hidden_size", hidden_size)
+        if position_type == "learned":
+            _check_sizes(max_position_embeddings=max_position_embeddings)
+        if not 0 < embedding_scale < math.inf:
+            raise ValueError(f"embedding_scale={embedding_scale} must be positive and finite: 1.0 leaves the rows as they are")
+        if not 0 <= dropout < 1:  # also refuses NaN
+            raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
         self.hidden_size, self.position_type, self.embedding_scale = hidden_size, position_type, embedding_scale
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        rows = max_position_embeddings or 0
         self.embed_positions = nn.Embedding(rows, hidden_size) if position_type == "learned" else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         _check_integers("input_ids", input_ids, "(B, T)", (2,))
-        x = _look_up(self.embed_tokens, input_ids, "token id", "was the text encoded by another tokenizer?")  # (B, T, C)
+        way_out = "is it of another tokenizer, or a padding or label such as -100?"
+        x = _look_up(self.embed_tokens, input_ids, "token id", way_out)  # (B, T, C)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if self.position_type == "none":
@@ -227,5 +266,8 @@ class EmbeddingLayer(nn.Module):
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, expected ({T},) or ({B}, {T})")
         if self.embed_positions is None:
             return self.dropout(x + sinusoidal_positions(position_ids, self.hidden_size).to(x.dtype))
-        way_out = "shorten the text, or train a layer with a higher max_position_embeddings"
+        way_out = "count from 0, and shorten the text or train a layer with a higher max_position_embeddings"
         return self.dropout(x + _look_up(self.embed_positions, position_ids, "position", way_out))  # (B, T, C)
+
+    def extra_repr(self) -> str:
+        return f"position_type={self.position_type!r}, embedding_scale={self.embedding_scale}"
