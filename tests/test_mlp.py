@@ -4,6 +4,7 @@ import copy
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -237,11 +238,36 @@ def test_dropout_acts_on_the_output_and_in_training_only():
     assert torch.equal(silent.train()(x[:2]), silent.eval()(x[:2]))
 
 
-@pytest.mark.parametrize("size", [0, -3, 2.0, "8", None])
+@pytest.mark.parametrize("size", [0, -3, 2.0, "8", None, True])
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size"])
 def test_wrong_sizes(name, size):
-    with pytest.raises(ValueError, match=f"{name}={size} must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={size!r} must be a whole number of at least 1"):
         MLP(**{"hidden_size": 4, "intermediate_size": 4} | {name: size})
+
+
+def test_sizes_from_numpy():
+    assert MLP(np.int64(4), np.int32(8))(torch.randn(2, 4)).shape == (2, 4)
+
+
+@GATED
+def test_projections_can_be_wrapped(use_glu):
+    """As adapters do, which add to a frozen projection and have no `in_features`."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    mlp, x = random_mlp(4, 6, use_glu=use_glu), torch.randn(2, 4)
+    expected = mlp(x)
+    for name in ("up_proj", "down_proj", *(["gate_proj"] if use_glu else [])):
+        setattr(mlp, name, Wrapper(getattr(mlp, name)))
+    assert torch.equal(mlp(x), expected)
+    with pytest.raises(ValueError, match=r"expected \(\.\.\., 4\), the last size being hidden_size"):
+        mlp(torch.randn(2, 5))
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, 1.5, math.nan])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MLP']
 
-# %% ../../nbs/06_mlp.ipynb #dc19e0ee
+# %% ../../nbs/06_mlp.ipynb #90f8a6d0
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -13,7 +13,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/06_mlp.ipynb #54d50459
+from .normalization import _whole_number
+
+# %% ../../nbs/06_mlp.ipynb #20ebc43c
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
 }  # fmt: skip
@@ -40,22 +42,21 @@ class MLP(nn.Module):
         activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None,
     ):
         super().__init__()
-        for name, size in dict(hidden_size=hidden_size, intermediate_size=intermediate_size).items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size} must be a whole number of at least 1")
+        self.hidden_size = _whole_number("hidden_size", hidden_size)
+        intermediate_size = _whole_number("intermediate_size", intermediate_size)
         if not 0 <= dropout < 1:  # also refuses NaN
             raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
         if activation is not None and activation not in _ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(_ACTIVATIONS)}, or None")
         self.activation = activation or ("silu" if use_glu else "gelu_tanh")
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias) if use_glu else None
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias) if use_glu else None
+        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1:] != (self.up_proj.in_features,):
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {self.up_proj.in_features})")
+        if x.shape[-1:] != (self.hidden_size,):
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {self.hidden_size}), the last size being hidden_size")
         bend = _ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             hidden = bend(self.up_proj(x))  # (..., C) -> (..., F)

@@ -5,71 +5,92 @@
 # %% auto #0
 __all__ = ['RMSNorm', 'LayerNorm']
 
-# %% ../../nbs/04_normalization.ipynb #e538d835
+# %% ../../nbs/04_normalization.ipynb #64a79cf7
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# %% ../../nbs/04_normalization.ipynb #348e791f
+# %% ../../nbs/04_normalization.ipynb #b20095df
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
-    `forward(x)` takes (..., C) of any floating-point type and returns the same shape and type; the arithmetic is float32, or
-    float64 for float64 input. Raises ValueError for a size or eps that is not positive, another last dimension, or integers.
-    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equations 3 and 4.
+    `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and returns the same shape and type.
+    The arithmetic is float32 at least; squares overflow there from 2e19 on. Raises ValueError for a hidden_size below 1, an
+    eps that is not positive and finite in float32, another last dimension, or an input of integers.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4; epsilon as in Llama.
     """
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-6):
         super().__init__()
-        _check_arguments(hidden_size, eps)
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        _check_eps(eps)
         self.eps = eps
+        self.weight = nn.Parameter(torch.empty(_whole_number("hidden_size", hidden_size)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        wide = _check_and_widen(x, weight)
-        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), self.eps).to(x.dtype)
+        _check_input(x, self.weight)
+        weight, wide = self.weight, torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), self.eps).to(x.dtype)  # half types: in float32, inside
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
+def _whole_number(name: str, size: int) -> int:
+    """`size` as an int, also from NumPy's integers."""
+    try:
+        number = 0 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={size!r} must be a whole number of at least 1: 768, for example")
+    return number
+
+
+def _check_eps(eps: float) -> None:
+    if not torch.finfo(torch.float32).tiny <= eps <= torch.finfo(torch.float32).max:  # also refuses NaN
+        raise ValueError(f"eps={eps} must be positive and finite in float32: 1e-6 is usual")
+
+
+def _check_input(x: Tensor, weight: Tensor) -> None:
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.numel()}): the last dimension is hidden_size")
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}, expected a floating-point type: convert it with x.float()")
+
+# %% ../../nbs/04_normalization.ipynb #d87d758e
 class LayerNorm(nn.Module):
     """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias, var divided by C.
 
-    `forward(x)` takes (..., C) of any floating-point type and returns the same shape and type; the arithmetic is float32, or
-    float64 for float64 input. Raises ValueError for a size or eps that is not positive, another last dimension, or integers.
-    Source: Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4.
+    `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and returns the same shape and type.
+    The arithmetic is float32 at least; squares overflow there from 2e19 on. Raises ValueError for a hidden_size below 1, an
+    eps that is not positive and finite in float32, another last dimension, or an input of integers.
+    Source: Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4; epsilon as in PyTorch.
     """
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, bias: bool = True):
         super().__init__()
-        _check_arguments(hidden_size, eps)
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+        _check_eps(eps)
         self.eps = eps
+        self.weight = nn.Parameter(torch.empty(_whole_number("hidden_size", hidden_size)))
+        self.bias = nn.Parameter(torch.empty_like(self.weight)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        wide = _check_and_widen(x, weight)
-        shift = None if bias is None else bias.to(wide.dtype)
-        return F.layer_norm(wide, weight.shape, weight.to(wide.dtype), shift, self.eps).to(x.dtype)
+        _check_input(x, self.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)  # on a CPU its backward pass would use a rounded mean and root
+        weight, bias = self.weight.to(wide), None if self.bias is None else self.bias.to(wide)
+        return F.layer_norm(x.to(wide), weight.shape, weight, bias, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}"
-
-
-def _check_arguments(hidden_size: int, eps: float) -> None:
-    if not isinstance(hidden_size, int) or hidden_size < 1:
-        raise ValueError(f"hidden_size={hidden_size} must be a whole number of at least 1")
-    if not 0 < eps < float("inf"):  # also refuses NaN
-        raise ValueError(f"eps={eps} must be positive and finite: 1e-6 is usual")
-
-
-def _check_and_widen(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` in float32 at least: half types overflow when squared."""
-    if x.shape[-1:] != weight.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {weight.numel()}): the last dimension is normalised")
-    if not x.is_floating_point():
-        raise ValueError(f"x has dtype {x.dtype}, expected a floating-point type: convert it with x.float()")
-    return x.float() if x.dtype.itemsize < 4 else x
