@@ -164,8 +164,8 @@ class MultiHeadAttention(nn.Module):
 
     `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections, `attention_out_bias` decides for
     the last alone (Qwen2 has none there). `qk_norm` is an RMSNorm of each head's q and k, before rotation (as in Qwen3).
-    `scale` multiplies the scores, by default 1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it (Beltagy
-    et al. 2020). `softcap` bounds the scores (Gemma 2, section 2). `dropout` acts on the weights, in training mode only.
+    `scale` multiplies the scores, by default 1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it
+    (Beltagy et al. 2020). `softcap` bounds the scores (Gemma 2, section 2). `dropout` acts on the weights, in training mode only.
     `layer_index` is what the cache files this layer's keys under. Raises ValueError for sizes that do not fit together.
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in Hugging Face's Llama and Qwen3.
     """
