@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llm_course"
 CHAPTERS = sorted((ROOT / "nbs").glob("[0-9][0-9]_*.ipynb"))
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-PAGES_BEFORE = {"01_bpe", "02_batches", "02_corpus"}  # they lead to the page that gives the chapter its name
+# beside the page that gives the chapter its name
+FURTHER_PAGES = {"01_bpe", "02_batches", "02_corpus", "09_cross_entropy", "09_estimate", "10_cache", "11_families"}
 COMPOSERS = {"00_first_run"}  # shows the finished package first, so it may import all of it
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in {"__init__.py", "_modidx.py"})
 
@@ -203,7 +204,7 @@ def title_faults(notebook: dict) -> list[str]:
 def numbering_faults(paths: list[Path]) -> list[str]:
     """Every page beside index.ipynb is NN_name, and only the pages of one chapter share their number."""
     faults = [f"{p.name} is not called NN_name.ipynb" for p in paths if not re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", p.name)]
-    stems = [p.stem for p in paths if p.stem not in PAGES_BEFORE]
+    stems = [p.stem for p in paths if p.stem not in FURTHER_PAGES]
     clashes = [(a, b) for a, b in pairwise(sorted(stems)) if a[:2] == b[:2] and not b.startswith(a)]
     return faults + [f"{a} and {b} share a number" for a, b in clashes]
 

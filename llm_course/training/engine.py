@@ -166,7 +166,7 @@ class TrainingEngine:
         for batch in window:
             with self._autocast():
                 output = self.task.train_step(self._forward_model, self._to_device(batch))
-            output.loss_sum.backward()
+            (output.loss_sum + output.aux_sum).backward()
             loss_sum += output.loss_sum.detach()
             num_targets += output.num_targets
         parameters = list(self.model.parameters())

@@ -26,6 +26,7 @@ class StepOutput(NamedTuple):
 
     loss_sum: Tensor  # scalar: the losses of all targets, added up
     num_targets: Tensor  # scalar, integer: how many they are
+    aux_sum: Tensor | float = 0.0  # scalar: what is minimised beside the loss, scaled as the sum is; not part of what is reported
 
 
 class TrainingTask:
@@ -43,9 +44,9 @@ class TrainingTask:
         """The model, on the CPU; `data` is set up, so its tokenizer is known."""
         raise NotImplementedError
 
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss, *summed* over targets."""
-        raise NotImplementedError
+    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """The loss, *summed* over targets; None where the model computes its loss itself."""
+        return None
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
         """AdamW with decay on matrices only."""
@@ -135,15 +136,18 @@ class LanguageModelingTask(TrainingTask):
             )
         return DecoderModel(dataclasses.replace(self.config.model, vocab_size=vocab_size))
 
-    def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return nn.CrossEntropyLoss(ignore_index=-100, reduction="sum")
-
     def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        inputs = {name: batch[name] for name in ("input_ids", "document_ids") if name in batch}
-        logits = model(**inputs).logits  # (B, T, V)
-        labels = batch["labels"]  # (B, T), already the next tokens
-        loss_sum = self.criterion(logits.float().flatten(0, 1), labels.flatten())
-        return StepOutput(loss_sum, (labels != -100).sum())
+        loss_sum, num_targets, aux_loss = self._forward(model, batch)
+        return StepOutput(loss_sum, num_targets, aux_loss * num_targets)
+
+    def validation_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        """The cross-entropy alone, whatever else the training minimises."""
+        loss_sum, num_targets, _ = self._forward(model, batch)
+        return StepOutput(loss_sum, num_targets)
+
+    def _forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        output = model(**{name: batch[name] for name in ("input_ids", "labels", "document_ids") if name in batch})
+        return output.loss_sum, output.num_targets, output.aux_loss  # with labels, the model never holds all logits
 
     def metrics(self, loss: float) -> dict[str, float]:
         """Bits per byte: nats per token, spread over the bytes of the text, in bits. Comparable between tokenizers."""

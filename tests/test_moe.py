@@ -1,0 +1,490 @@
+"""The mixture of experts at its edges: Hugging Face's blocks as the oracle, odd sizes, idle experts, no tokens, ties, compile."""
+
+import copy
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from llm_course.model.mlp import MLP
+from llm_course.model.moe import (
+    Experts,
+    MoE,
+    Router,
+    _grouped_linear,
+    _grouped_outer,
+    load_balancing_loss,
+    router_z_loss,
+)
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+BENDS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+SMALL = dict(num_experts=4, top_k=2)
+
+
+def random_moe(C, inner, *, scale=0.5, **options):
+    moe = MoE(C, inner, **options)
+    for parameter in moe.parameters():
+        nn.init.normal_(parameter, std=scale)  # fresh routers are nearly undecided, which hides wrong weights
+    nn.init.normal_(moe.gate.weight)
+    return moe
+
+
+def by_definition(moe, x, chosen):
+    """For each token, for each chosen expert; the choice itself is given, so that ties cannot matter."""
+    experts, bend = moe.experts, BENDS[moe.experts.activation]
+    rows = []
+    for token, choice in zip(x.reshape(-1, x.shape[-1]), chosen.tolist(), strict=True):
+        exps = [math.exp((moe.gate.weight[e].double() @ token.double()).item()) for e in range(len(moe.gate.weight))]
+        total = sum(exps[e] for e in choice) if moe.gate.norm_topk_prob else sum(exps)
+        out = torch.zeros_like(token)
+        for e in choice:
+            up = experts.up_proj[e] @ token
+            hidden = bend(up) if experts.gate_proj is None else bend(experts.gate_proj[e] @ token) * up
+            out = out + exps[e] / total * (experts.down_proj[e] @ hidden)
+        rows.append(out if moe.shared_expert is None else out + moe.shared_expert(token))
+    return torch.stack(rows).view(x.shape) if rows else x
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=2), C=st.integers(1, 7), inner=st.integers(1, 9), E=st.integers(1, 6),
+    data=st.data(), norm=st.booleans(), use_glu=st.booleans(), shared=st.sampled_from([None, 3]),
+    activation=st.sampled_from([None, *BENDS]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_equals_the_definition(shape, C, inner, E, data, norm, use_glu, shared, activation, seed):
+    torch.manual_seed(seed)
+    k = data.draw(st.integers(1, E))
+    moe = random_moe(C, inner, num_experts=E, top_k=k, norm_topk_prob=norm, shared_expert_intermediate_size=shared,
+                     use_glu=use_glu, activation=activation)  # fmt: skip
+    x = torch.randn(*shape, C)
+    y, stats = moe(x)
+    routing = moe.gate(x.reshape(-1, C))
+    expected = F.linear(x.reshape(-1, C), moe.gate.weight).topk(k).values
+    assert_close(routing.logits.gather(-1, routing.expert_index), expected)  # the k largest, largest first
+    assert_close(y, by_definition(moe, x, routing.expert_index), atol=1e-5, rtol=1e-4)
+    assert stats.tokens_per_expert.tolist() == torch.bincount(routing.expert_index.flatten(), minlength=E).tolist()
+    assert stats.tokens_per_expert.dtype == torch.int64 and stats.aux_loss.shape == ()
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_gradcheck(norm):
+    torch.manual_seed(0)
+    moe = random_moe(2, 3, num_experts=3, top_k=2, norm_topk_prob=norm, router_z_loss_coef=0.1).double()
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+
+    def outputs(x, *values):
+        y, stats = torch.func.functional_call(moe, dict(zip(names, values, strict=True)), x)
+        return y, stats.aux_loss
+
+    names, values = zip(*moe.named_parameters(), strict=True)
+    assert torch.autograd.gradcheck(outputs, (x, *values))
+    cut = lambda x, *values: outputs(x.detach(), *values)[0] + 0 * x.sum()  # noqa: E731
+    assert not torch.autograd.gradcheck(cut, (x, *values), raise_exception=False)  # the check can fail
+
+
+# ---------------------------------------------------------------- the grouped product
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 0, 7], [7, 0, 0, 0], [2, 2, 2, 1]])
+def test_grouped_product(counts):
+    torch.manual_seed(0)
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight, counts = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True), torch.tensor(counts)
+    expert = torch.repeat_interleave(torch.arange(4), counts)
+    assert_close(_grouped_linear(x, weight, counts), torch.stack([w @ row for w, row in zip(weight[expert], x, strict=True)]))
+    assert torch.autograd.gradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
+    _grouped_linear(x, weight, counts).sum().backward()  # an expanded gradient
+    assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
+
+
+def test_operators_are_registered_right():
+    counts = torch.tensor([3, 0, 4, 0])
+    x, weight = torch.randn(7, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    torch.library.opcheck(_grouped_linear, (x, weight, counts))
+    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3), x.detach(), counts))
+
+
+def test_grouped_product_equals_pytorchs():
+    torch.manual_seed(0)
+    counts = torch.tensor([3, 0, 5])
+    tensors = x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
+    theirs, ours = F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32)), _grouped_linear(x, weight, counts)
+    assert_close(ours, theirs)
+    probe = torch.randn(8, 24)
+    assert_close(torch.autograd.grad(ours, tensors, probe), torch.autograd.grad(theirs, tensors, probe))
+
+
+def test_counts_that_do_not_cover_the_rows_are_refused():
+    with pytest.raises(RuntimeError, match="sum exactly to 7"):
+        _grouped_linear(torch.randn(7, 5), torch.randn(2, 3, 5), torch.tensor([3, 3]))
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+def hugging_face_block(family, **options):
+    from transformers import MixtralConfig, Qwen3MoeConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    if family == "mixtral":
+        return MixtralSparseMoeBlock(MixtralConfig(hidden_size=12, intermediate_size=20, num_local_experts=5,
+                                                   num_experts_per_tok=2, num_attention_heads=2))  # fmt: skip
+    return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(hidden_size=12, moe_intermediate_size=20, num_experts=5,
+                                                 num_experts_per_tok=3, num_attention_heads=2, **options))  # fmt: skip
+
+
+@pytest.mark.parametrize("family, norm", [("mixtral", True), ("qwen3", True), ("qwen3", False)])
+def test_equals_hugging_face(family, norm):
+    torch.manual_seed(0)
+    theirs = hugging_face_block(family, norm_topk_prob=norm)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    state = theirs.state_dict()
+    gate_proj, up_proj = state["experts.gate_up_proj"].chunk(2, dim=1)
+    ours = MoE(12, 20, num_experts=5, top_k=theirs.gate.top_k, norm_topk_prob=norm)
+    ours.load_state_dict({"gate.weight": state["gate.weight"], "gate.expert_bias": torch.zeros(5),
+                          "experts.gate_proj": gate_proj, "experts.up_proj": up_proj,
+                          "experts.down_proj": state["experts.down_proj"]})  # fmt: skip
+    x = torch.randn(2, 9, 12)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [ours(inputs[0])[0], theirs(inputs[1])]
+    assert_close(*outputs, atol=1e-5, rtol=1e-4)
+    probe = torch.randn_like(x)
+    for y in outputs:
+        (y * probe).sum().backward()
+    assert_close(inputs[0].grad, inputs[1].grad, atol=1e-4, rtol=1e-4)
+    assert_close(ours.gate.weight.grad, theirs.gate.weight.grad, atol=1e-4, rtol=1e-4)
+    assert_close(torch.cat((ours.experts.gate_proj.grad, ours.experts.up_proj.grad), dim=1), theirs.experts.gate_up_proj.grad,
+                 atol=1e-4, rtol=1e-4)  # fmt: skip
+    swapped = copy.deepcopy(ours)
+    swapped.experts.gate_proj, swapped.experts.up_proj = ours.experts.up_proj, ours.experts.gate_proj
+    other = copy.deepcopy(ours)
+    other.gate.norm_topk_prob = not norm
+    for wrong in (swapped, other):
+        with pytest.raises(AssertionError):
+            assert_close(wrong(x)[0], theirs(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_load_balancing_loss_is_that_of_hugging_face(k):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    logits = torch.randn(40, 5) * 2
+    ours = load_balancing_loss(logits, logits.topk(k).indices)
+    assert_close(k * ours, load_balancing_loss_func((logits,), 5, k))
+
+
+def test_the_published_totals_of_the_chapter():
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    mixtral = MixtralConfig(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                            num_attention_heads=32, num_key_value_heads=8, num_local_experts=8)  # fmt: skip
+    qwen3 = Qwen3MoeConfig(vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, head_dim=128,
+                           num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)  # fmt: skip
+    with torch.device("meta"):
+        models = MixtralForCausalLM(mixtral), Qwen3MoeForCausalLM(qwen3)
+    assert [sum(p.numel() for p in model.parameters()) for model in models] == [46_702_792_704, 30_532_122_624]
+
+
+# ---------------------------------------------------------------- losses
+
+
+def test_losses_by_hand():
+    p = torch.tensor([[0.6, 0.4]]).expand(4, 2)
+    assert_close(load_balancing_loss(p.log(), torch.tensor([[0], [0], [0], [1]])), torch.tensor(1.1))
+    for E, k in ((4, 1), (8, 2), (8, 8)):
+        collapsed = torch.arange(k).expand(9, k)
+        sure = torch.full((9, E), -60.0)
+        sure[:, :k] = 60
+        assert_close(load_balancing_loss(sure, collapsed), torch.tensor(E / k))
+        assert_close(load_balancing_loss(torch.zeros(9, E), collapsed), torch.tensor(1.0))
+    assert_close(router_z_loss(torch.zeros(3, 2) + 10), torch.tensor((10 + math.log(2)) ** 2))
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        logits = torch.zeros(3, 2, dtype=dtype)
+        assert load_balancing_loss(logits, torch.zeros(3, 1, dtype=torch.long)).dtype == expected
+        assert router_z_loss(logits).dtype == expected
+
+
+def test_coefficients_weigh_the_losses():
+    torch.manual_seed(0)
+    moe, x = random_moe(6, 8, **SMALL, router_aux_loss_coef=0.3, router_z_loss_coef=0.7), torch.randn(11, 6)
+    routing = moe.gate(x)
+    expected = 0.3 * load_balancing_loss(routing.logits, routing.expert_index) + 0.7 * router_z_loss(routing.logits)
+    assert_close(moe(x)[1].aux_loss, expected)
+    assert MoE(6, 8, **SMALL, router_aux_loss_coef=0.0)(x)[1].aux_loss == 0
+    z = MoE(6, 8, **SMALL, router_aux_loss_coef=0.0, router_z_loss_coef=1.0)
+    z(x + 3)[1].aux_loss.backward()
+    assert z.gate.weight.grad.abs().sum() > 0 and z.experts.up_proj.grad is None
+
+
+def test_losses_refuse_unflattened_logits():
+    with pytest.raises(ValueError, match="flatten the tokens first"):
+        load_balancing_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="flatten the tokens first"):
+        load_balancing_loss(torch.zeros(6, 4), torch.zeros(5, 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="flatten the tokens first"):
+        router_z_loss(torch.zeros(2, 3, 4))
+
+
+# ---------------------------------------------------------------- the router
+
+
+def test_bias_acts_on_the_choice_alone():
+    torch.manual_seed(0)
+    gate, x = Router(6, 4, top_k=2), torch.randn(50, 6) * 50
+    free = gate(x)
+    gate.expert_bias += 2.5  # a common shift
+    assert torch.equal(gate(x).expert_index, free.expert_index)
+    gate.expert_bias.copy_(torch.tensor([0.0, 9.0, 7.0, 0.0]))
+    for norm in (True, False):
+        gate.norm_topk_prob = norm
+        forced = gate(x)
+        assert forced.expert_index.sort(-1).values.tolist() == [[1, 2]] * 50
+        assert torch.equal(forced.logits, free.logits)
+        p = free.logits.softmax(-1).gather(-1, forced.expert_index)
+        assert_close(forced.weights, p / p.sum(-1, keepdim=True) if norm else p)
+
+
+def test_an_expert_whose_probability_vanished_can_still_be_chosen():
+    gate = Router(1, 2, top_k=1)
+    gate.weight.data = torch.tensor([[0.0], [-200.0]])
+    gate.expert_bias.copy_(torch.tensor([0.0, 5.0]))
+    routing = gate(torch.ones(1, 1))
+    assert routing.expert_index.item() == 1 and routing.weights.item() == 1  # not 0 / 0
+
+
+def test_update_bias_follows_the_sign_rule():
+    gate = Router(6, 4, top_k=2)
+    gate.update_bias(torch.tensor([6, 1, 1, 0]), rate=0.1)
+    assert_close(gate.expert_bias, torch.tensor([-0.1, 0.1, 0.1, 0.1]))
+    gate.update_bias(torch.tensor([2, 2, 2, 2]), rate=0.1)  # at the mean: no step
+    gate.update_bias(torch.tensor([0, 0, 0, 0]), rate=0.1)
+    gate.update_bias(torch.tensor([9, 0, 0, 0]), rate=0.0)
+    assert_close(gate.expert_bias, torch.tensor([-0.1, 0.1, 0.1, 0.1]))
+    assert "expert_bias" in gate.state_dict() and "expert_bias" not in dict(gate.named_parameters())
+    with pytest.raises(ValueError, match="one number for each expert"):
+        gate.update_bias(torch.tensor([1, 2, 3]))
+    for rate in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"rate={rate} must be finite"):
+            gate.update_bias(torch.zeros(4), rate=rate)
+
+
+def test_bias_evens_the_load_of_a_router_that_prefers_one_expert():
+    torch.manual_seed(0)
+    gate, x = Router(4, 8, top_k=2), torch.randn(400, 4)
+    gate.weight.data[0] += x.mean(0) + 0.5
+    load = lambda: torch.bincount(gate(x).expert_index.flatten(), minlength=8)  # noqa: E731
+    before = load().max().item()
+    for _ in range(400):
+        gate.update_bias(load(), rate=3e-3)
+    assert load().max() < 150 < 200 < before  # 100 each would be even
+
+
+def test_one_expert_with_scaled_weights_leaves_the_router_without_gradient():
+    for norm, learns in ((True, False), (False, True)):
+        moe = random_moe(6, 8, num_experts=4, top_k=1, norm_topk_prob=norm)
+        moe(torch.randn(9, 6))[0].square().sum().backward()
+        assert (moe.gate.weight.grad.abs().sum() > 0) == learns
+
+
+def test_ties():
+    moe, x = random_moe(6, 8, num_experts=5, top_k=3), torch.zeros(7, 6)
+    routing = moe.gate(x)
+    assert all(len(set(row)) == 3 for row in routing.expert_index.tolist())  # three different experts
+    assert_close(routing.weights, torch.full((7, 3), 1 / 3))
+    assert moe(x)[0].isfinite().all() and torch.equal(routing.expert_index, moe.gate(x).expert_index)
+
+
+# ---------------------------------------------------------------- edges of the layer
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (0, 3, 6)])
+def test_no_tokens(shape):
+    moe = random_moe(6, 8, **SMALL, shared_expert_intermediate_size=5, router_z_loss_coef=1.0)
+    x = torch.empty(shape, requires_grad=True)
+    y, stats = moe(x)
+    assert y.shape == shape and stats.aux_loss == 0 and stats.tokens_per_expert.tolist() == [0] * 4
+    (y.sum() + stats.aux_loss).backward()
+    assert x.grad.shape == shape
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in moe.parameters())
+
+
+def test_idle_experts_get_zero_gradients():
+    torch.manual_seed(0)
+    moe = random_moe(6, 8, **SMALL)
+    moe(torch.randn(6))[0].sum().backward()  # one token without a batch: two experts work
+    for name, stack in moe.experts.named_parameters():
+        assert sorted((stack.grad.abs().sum((1, 2)) > 0).tolist()) == [False, False, True, True], name
+
+
+def test_each_token_alone():
+    torch.manual_seed(0)
+    moe, x, order = random_moe(6, 8, **SMALL), torch.randn(1, 12, 6), torch.randperm(12)
+    assert_close(moe(x[:, order])[0], moe(x)[0][:, order], atol=1e-5, rtol=1e-5)
+    spoiled = x.clone()
+    spoiled[0, 5] = math.nan
+    assert moe(spoiled)[0].isnan().any(-1)[0].nonzero().flatten().tolist() == [5]
+
+
+def test_not_contiguous_and_the_same_twice():
+    torch.manual_seed(0)
+    moe, x = random_moe(6, 8, **SMALL), torch.randn(3, 5, 6)
+    turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert not turned.is_contiguous()
+    assert_close(moe(turned)[0], moe(x)[0])
+    gradients = []
+    for _ in range(2):
+        moe.zero_grad()
+        moe(x)[0].square().sum().backward()
+        gradients.append([p.grad.clone() for p in moe.parameters()])
+    assert torch.equal(moe(x)[0], moe(x)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_float_types(dtype):
+    torch.manual_seed(0)
+    moe, x = random_moe(6, 10, **SMALL, scale=0.3, shared_expert_intermediate_size=4), torch.randn(30, 6)
+    low, inputs = copy.deepcopy(moe).to(dtype), x.to(dtype).requires_grad_()
+    y, stats = low(inputs)
+    assert y.dtype == dtype and stats.aux_loss.dtype == torch.promote_types(dtype, torch.float32)
+    (y.sum() + stats.aux_loss).backward()
+    assert inputs.grad.dtype == dtype and all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in low.parameters())
+    expected = by_definition(low.float(), inputs.detach().float(), low.gate(inputs.detach().float()).expert_index)
+    tolerance = {torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 1e-5)
+    assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_float64_is_not_rounded_inside():
+    torch.manual_seed(0)
+    moe, x = random_moe(6, 8, **SMALL).double(), torch.randn(9, 6, dtype=torch.float64)
+    nn.init.normal_(moe.gate.weight)  # anew, with all the digits of float64
+    exact = by_definition(moe, x, moe.gate(x).expert_index)
+    assert (moe(x)[0] - exact).abs().max() < 1e-12
+    moe.gate.weight.data = moe.gate.weight.float().double()
+    assert (moe(x)[0] - exact).abs().max() > 1e-10  # the check sees a router in float32
+
+
+@pytest.mark.parametrize("use_glu", [True, False])
+def test_autocast_gives_the_dtype_of_an_mlp(use_glu):
+    torch.manual_seed(0)
+    moe, x = random_moe(8, 16, **SMALL, use_glu=use_glu, scale=0.3, shared_expert_intermediate_size=4), torch.randn(20, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, stats = moe(x)
+        assert y.dtype == MLP(8, 16)(x).dtype == torch.bfloat16 and stats.aux_loss.dtype == torch.float32
+        assert torch.equal(moe.gate(x).logits, F.linear(x, moe.gate.weight).float()) is False
+        double = copy.deepcopy(moe).double()
+        exact = double(x.double())[0]
+    assert torch.equal(exact, double(x.double())[0])  # autocast leaves float64 alone
+    assert torch.equal(stats.tokens_per_expert, moe(x)[1].tokens_per_expert)  # the router stays in float32
+    assert_close(y.float(), moe(x)[0], atol=5e-2, rtol=5e-2)
+    y.sum().backward()
+
+
+def test_dropout_acts_on_the_output_and_in_training_only():
+    torch.manual_seed(0)
+    moe, x = random_moe(8, 16, **SMALL, dropout=0.5), torch.randn(1, 8).expand(2000, 8)
+    with torch.no_grad():
+        dropped, whole = moe(x)[0], moe.eval()(x)[0]
+    kept = dropped != 0
+    assert abs(kept.float().mean() - 0.5) < 0.03
+    assert_close(dropped[kept], 2 * whole[kept])
+
+
+def test_experts_are_drawn_as_linear_layers():
+    torch.manual_seed(0)
+    experts = Experts(50, 16, 36)
+    for stack, inputs in ((experts.gate_proj, 16), (experts.up_proj, 16), (experts.down_proj, 36)):
+        linear = nn.Linear(inputs, 50 * 36 * 16 // inputs).weight
+        assert stack.abs().max() <= inputs**-0.5
+        assert_close(stack.std(), linear.std(), atol=0, rtol=0.02)
+        assert_close(stack.quantile(0.9), linear.quantile(0.9), atol=0, rtol=0.02)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None])
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_experts", "top_k", "shared_expert_intermediate_size"])
+def test_wrong_sizes(name, value):
+    if name == "shared_expert_intermediate_size" and value is None:
+        return
+    arguments = dict(hidden_size=6, intermediate_size=8, num_experts=4, top_k=2) | {name: value}
+    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
+        MoE(**arguments)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(top_k=5), "top_k=5 must be at most num_experts=4"),
+        (dict(router_aux_loss_coef=-0.1), "router_aux_loss_coef=-0.1 must be finite"),
+        (dict(router_aux_loss_coef=math.nan), "router_aux_loss_coef=nan"),
+        (dict(router_z_loss_coef=math.inf), "router_z_loss_coef=inf"),
+        (dict(dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
+        (dict(dropout=math.nan), "dropout=nan"),
+        (dict(activation="swish"), "choose one of silu, gelu, gelu_tanh, relu, or None"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        MoE(6, 8, **(SMALL | options))
+
+
+def test_wrong_inputs():
+    moe = MoE(6, 8, **SMALL)
+    for x in (torch.randn(2, 5), torch.randn(()), torch.ones(2, 6, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(\.\.\., 6\)"):
+            moe(x)
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="convert one, or use torch.autocast"):
+            moe(torch.randn(2, 6).to(dtype))
+
+
+def test_it_prints_its_options():
+    text = repr(MoE(6, 8, **SMALL))
+    assert "num_experts=4, top_k=2, norm_topk_prob=True" in text and "intermediate_size=8, activation=silu" in text
+
+
+# ---------------------------------------------------------------- compile, devices
+
+
+def test_compiles_whole_and_trains_the_same():
+    torch.manual_seed(0)
+    moe = random_moe(6, 10, **SMALL, shared_expert_intermediate_size=4, router_z_loss_coef=0.1)
+    compiled, probe = torch.compile(moe, fullgraph=True, dynamic=False), torch.randn(2, 9, 6)
+    for _ in range(2):  # other tokens, other loads, the same program
+        x, results = torch.randn(2, 9, 6), []
+        for layer in (moe, compiled):
+            moe.zero_grad()
+            inputs = x.clone().requires_grad_()
+            y, stats = layer(inputs)
+            ((y * probe).sum() + stats.aux_loss).backward()
+            results.append([y, stats.aux_loss, stats.tokens_per_expert, inputs.grad, *(p.grad.clone() for p in moe.parameters())])
+        assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+ACCELERATED = torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
+def test_an_accelerator_agrees_with_the_cpu():
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "mps"
+    moe, x = random_moe(16, 24, **SMALL, shared_expert_intermediate_size=8), torch.randn(3, 11, 16)
+    there = copy.deepcopy(moe).to(device)
+    for layer, inputs in ((moe, x), (there, x.to(device))):
+        y, stats = layer(inputs)
+        (y.square().sum() + stats.aux_loss).backward()
+    assert_close(there(x.to(device))[0].cpu(), moe(x)[0], atol=1e-4, rtol=1e-3)
+    for ours, theirs in zip(moe.parameters(), there.parameters(), strict=True):
+        assert_close(theirs.grad.cpu(), ours.grad, atol=1e-3, rtol=1e-3)

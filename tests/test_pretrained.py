@@ -1,0 +1,646 @@
+"""Checkpoints in and out: every family against Hugging Face's own model, and every planted mistake found.
+
+`pytest -s` prints the largest difference of each family.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `transformers` is imported
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from llm_course.model import pretrained
+from llm_course.model.decoder import PRESETS, DecoderModel, ModelConfig
+from llm_course.model.embedding import RopeScaling
+from llm_course.model.families import CHANGES, FAMILIES, read_config, tensor_rules, write_config
+from llm_course.model.generation import generate
+from llm_course.model.pretrained import load_pretrained, pretrained_folder, save_pretrained
+from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer, SimpleCharacterTokenizer
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=5e3
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+GEMMA = dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-wide-untied": (
+        "gpt2", dict(n_inner=44, tie_word_embeddings=False, activation_function="relu", layer_norm_epsilon=1e-3),
+    ),
+    "llama": ("llama", {}),
+    "llama-one-kv-head-tied": ("llama", dict(num_key_value_heads=1, tie_word_embeddings=True, head_dim=10, rms_norm_eps=1e-3)),
+    "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4)),
+    "llama-3": ("llama", dict(rope_parameters=LLAMA3)),
+    "llama-linear": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
+    "llama-yarn": ("llama", dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, beta_slow=2.0))),
+    "mistral": ("mistral", dict(sliding_window=8)),
+    "mistral-no-window": ("mistral", dict(sliding_window=None)),
+    "mixtral": ("mixtral", dict(num_local_experts=4)),
+    "mixtral-window-three-of-five": ("mixtral", dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=8)),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen2-yarn": ("qwen2", dict(rope_parameters=YARN)),
+    "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True)),
+    "qwen3-bias-window": (
+        "qwen3", dict(head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    ),
+    "qwen3-moe": ("qwen3_moe", MOE | dict(head_dim=16, norm_topk_prob=True)),
+    "qwen3-moe-shares-window": ("qwen3_moe", MOE | dict(norm_topk_prob=False, use_sliding_window=True, sliding_window=8)),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2-no-caps-untied": (
+        "gemma2",
+        GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False, attention_bias=True),
+    ),
+}  # fmt: skip
+IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def build(model_type, changes):
+    """A model of transformers in which nothing is zero or one by accident."""
+    default = AutoConfig.for_model(model_type)
+    sizes = {key: size for key, size in SIZES.items() if hasattr(default, key)}  # GPT-2 has no key for each
+    config = AutoConfig.for_model(model_type, **(sizes | changes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+    return model
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """Make (model, folder) for a variant, once."""
+    made, root = {}, tmp_path_factory.mktemp("published")
+
+    def get(variant):
+        if variant not in made:
+            model = build(*VARIANTS[variant])
+            model.save_pretrained(root / variant)
+            made[variant] = model, root / variant
+        return made[variant]
+
+    return get
+
+
+@torch.no_grad()
+def difference(ours, theirs, ids=IDS):
+    return (ours(ids).logits.float() - theirs(ids).logits).abs().max().item()
+
+
+def rewrite(folder, target, weights=lambda state: state, **config):
+    """A copy of a folder with other weights, and other keys in config.json (... takes a key out)."""
+    target.mkdir()
+    described = json.loads((folder / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps({k: v for k, v in described.items() if v is not ...}))
+    state = weights(load_file(folder / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "model.safetensors")
+    return target
+
+
+# ---------------------------------------------------------------- both directions
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_directions(variant, published, tmp_path):
+    theirs, folder = published(variant)
+    ours = load_pretrained(folder)
+    assert not ours.training
+    model_type = VARIANTS[variant][0]
+    written = save_pretrained(ours, tmp_path / "out", model_type=model_type, max_shard_size=16_000)
+    assert len(list(written.glob("model-*.safetensors"))) > 3 and (written / "model.safetensors.index.json").exists()
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == load_file(folder / "model.safetensors").keys()  # their names, to the letter
+    back = AutoModelForCausalLM.from_pretrained(written, attn_implementation="eager").eval()
+    assert type(back) is type(theirs)
+    state = theirs.state_dict()
+    for name, tensor in back.state_dict().items():
+        assert_close(tensor, state[name], atol=1e-7 if model_type == "gemma2" and "norm" in name else 0, rtol=0)
+    again = load_pretrained(written)  # from the shards
+    assert all(torch.equal(a, b) or model_type == "gemma2" for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    with torch.no_grad():
+        outward = (back(IDS).logits - theirs(IDS).logits).abs().max().item()
+    inward = difference(ours, theirs)
+    print(f"  {variant:30} in {inward:.1e}, out {outward:.1e}")
+    assert inward < 1e-5 and outward < 1e-5
+
+
+@pytest.mark.parametrize(
+    "variant", ["gpt2", "llama-3", "mistral", "mixtral-window-three-of-five", "qwen2-window", "qwen3", "qwen3-moe", "gemma2"]
+)
+def test_greedy_texts_and_left_padding(variant, published):
+    theirs, folder = published(variant)
+    ours = load_pretrained(folder)
+    ones = torch.ones(2, 11, dtype=torch.int64)
+    expected = theirs.generate(IDS[:, :11], attention_mask=ones, max_new_tokens=20, do_sample=False)
+    assert torch.equal(generate(ours, IDS[:, :11], max_new_tokens=20), expected)
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        a = ours(IDS, attention_mask=mask, position_ids=positions).logits
+        b = theirs(IDS, attention_mask=mask, position_ids=positions).logits
+        alone = ours(IDS[:1, 7:]).logits
+    assert_close(a[mask.bool()], b[mask.bool()], atol=1e-5, rtol=0)
+    assert_close(a[:1, 7:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama-3", "qwen3-moe", "gemma2"])
+def test_bfloat16_in_and_out(variant, published, tmp_path):
+    theirs, folder = published(variant)
+    ours = load_pretrained(folder, dtype=torch.bfloat16)
+    kinds = {parameter.dtype for name, parameter in ours.named_parameters() if not (variant == "gemma2" and "norm" in name)}
+    assert kinds == {torch.bfloat16}
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+        error = (ours(IDS).logits.float() - expected).abs().median()  # not the largest: a router may choose another expert
+    assert 0 < error < 0.03 * expected.std()
+    written = save_pretrained(ours, tmp_path / "half")
+    assert json.loads((written / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    back = AutoModelForCausalLM.from_pretrained(written, attn_implementation="eager")
+    for (name, a), b in zip(back.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert_close(a, b.bfloat16(), atol=0, rtol=2**-7 if variant == "gemma2" and "norm" in name else 0)
+    assert {p.dtype for p in load_pretrained(written).embedding.parameters()} == {torch.bfloat16}  # None keeps the file's
+    assert load_pretrained(written, dtype=torch.float32).lm_head.weight.dtype == torch.float32
+
+
+def test_gemma_norms_keep_their_digits_in_bfloat16(published):
+    theirs, folder = published("gemma2")
+    norm = load_pretrained(folder, dtype=torch.bfloat16).norm.weight
+    assert norm.dtype == torch.float32
+    assert_close(norm, theirs.model.norm.weight.data + 1, atol=1e-6, rtol=0)
+
+
+# ---------------------------------------------------------------- planted mistakes
+
+
+def scale(end, change):
+    return lambda state: {name: change(t) if name.endswith(end) else t for name, t in state.items()}
+
+
+def exchange(a, b):
+    def change(state):
+        pairs = {name: name.replace(a, b) if a in name else name.replace(b, a) for name in state}
+        return {name: state[pairs[name]] for name in state}
+
+    return change
+
+
+MISTAKES = {
+    "gate and up": ("llama", exchange("gate_proj", "up_proj"), {}),
+    "the two norms": ("llama", exchange("input_layernorm", "post_attention_layernorm"), {}),
+    "w1 and w3": ("mixtral", exchange(".w1.", ".w3."), {}),
+    "experts 0 and 1": ("mixtral", exchange("experts.0.", "experts.1."), {}),
+    "no normalised weights": ("qwen3-moe", None, dict(norm_topk_prob=False)),
+    "output not transposed": ("gpt2", scale("attn.c_proj.weight", lambda t: t.T), {}),
+    "c_attn read as k, q, v": ("gpt2", scale("c_attn.weight", lambda t: t[:, [*range(32, 64), *range(32), *range(64, 96)]]), {}),
+    "c_attn not transposed": ("gpt2", scale("c_attn.weight", lambda t: t.T.reshape(32, 96)), {}),
+    "forgotten + 1": ("gemma2", scale("norm.weight", lambda t: t - 1), {}),
+    "the norms after": ("gemma2", exchange("post_attention_layernorm", "post_feedforward_layernorm"), {}),
+    "no soft cap": ("gemma2", None, dict(attn_logit_softcapping=None)),
+    "windows in the odd layers": ("gemma2", None, dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    "scale of the heads": ("gemma2", None, dict(query_pre_attn_scalar=16)),
+    "missing bias": ("qwen2", scale("_proj.bias", torch.zeros_like), {}),
+    "query and key norm": ("qwen3", exchange("q_norm", "k_norm"), {}),
+    "no window": ("mistral", None, dict(sliding_window=None)),
+    "window of 9": ("mistral", None, dict(sliding_window=9)),
+    "theta": ("llama", None, dict(rope_parameters=dict(rope_type="default", rope_theta=20_000.0))),
+    "no scaling": ("llama-3", None, dict(rope_parameters=dict(rope_type="default", rope_theta=5e3))),
+    "epsilon": ("llama", None, dict(rms_norm_eps=1e-5)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_finds_each_mistake(mistake, published, tmp_path):
+    variant, weights, config = MISTAKES[mistake]
+    theirs, folder = published(variant)
+    broken = load_pretrained(rewrite(folder, tmp_path / "broken", weights or (lambda state: state), **config))
+    assert difference(broken, theirs) > 5e-4  # the right mapping stays below 1e-5
+
+
+# ---------------------------------------------------------------- the files
+
+
+def test_rules_have_inverses():
+    torch.manual_seed(0)
+    tensors = {"split": [torch.randn(6, 18)], "stack": list(torch.randn(4, 3, 5))}
+    for name, change in CHANGES.items():
+        given_ = tensors.get(name, [torch.randn(3, 5), torch.randn(4)])
+        for a, b in zip(given_, change.write(change.read(given_)), strict=True):
+            assert_close(a, b, atol=1e-6 if name == "plus_one" else 0, rtol=0)
+
+
+def test_hub_spelling_of_gpt2(published, tmp_path):
+    """Without the prefix, with the masks and keys of 2019."""
+    theirs, folder = published("gpt2")
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    old = dict(n_ctx=64, task_specific_params={"text-generation": {}}, tie_word_embeddings=..., dtype=...)
+
+    def strip(state):
+        return {name.removeprefix("transformer."): tensor for name, tensor in state.items()} | masks
+
+    assert difference(load_pretrained(rewrite(folder, tmp_path / "old", strip, **old)), theirs) < 1e-5
+
+
+def test_hub_spelling_of_llama(published, tmp_path):
+    """Old rotary keys and dtype, inv_freq buffers, absent keys."""
+    theirs, folder = published("llama-3")
+    plain = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
+    for index, kind in enumerate(("rope_type", "type")):
+        old = dict(rope_parameters=..., rope_theta=5e3, rope_scaling=plain | {kind: "llama3"}, dtype=..., torch_dtype="float16",
+                   head_dim=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=..., pretraining_tp=1)  # fmt: skip
+        extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
+        folder_ = rewrite(folder, tmp_path / f"old{index}", lambda state, extra=extra: state | extra, **old)
+        assert difference(load_pretrained(folder_), theirs) < 1e-5
+
+
+def test_qwen_yarn_of_the_hub(published, tmp_path):
+    """Qwen's documentation leaves out what the length was, and says `type`."""
+    theirs, folder = published("qwen2-yarn")
+    hub = dict(rope_parameters=..., rope_theta=1e4, max_position_embeddings=16, rope_scaling=dict(type="yarn", factor=4.0))
+    config = read_config(json.loads((rewrite(folder, tmp_path / "hub", **hub) / "config.json").read_text()))[1]
+    assert config.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+def test_layer_types_by_the_rules_of_old_files(published, tmp_path):
+    for variant in ("gemma2", "qwen2-window"):
+        theirs, folder = published(variant)
+        assert difference(load_pretrained(rewrite(folder, tmp_path / variant, layer_types=...)), theirs) < 1e-5
+
+
+def test_what_an_absent_window_means(published):
+    qwen = json.loads((published("qwen2-window")[1] / "config.json").read_text())
+    gemma = json.loads((published("gemma2")[1] / "config.json").read_text())
+    del qwen["use_sliding_window"], gemma["sliding_window"]
+    moe = json.loads((published("qwen3-moe-shares-window")[1] / "config.json").read_text()) | dict(use_sliding_window=False)
+    for hf in (qwen, qwen | dict(use_sliding_window=False), moe, gemma):
+        assert read_config(hf)[1].sliding_window == AutoConfig.for_model(**hf).sliding_window  # Qwen: none, Gemma: 4096
+    assert read_config(gemma | dict(sliding_window=None))[1].sliding_window is None
+
+
+def test_tied_head_in_the_file(published, tmp_path):
+    theirs, folder = published("qwen3")
+    table = "model.embed_tokens.weight"
+    same = load_pretrained(rewrite(folder, tmp_path / "same", lambda s: s | {"lm_head.weight": s[table].clone()}))
+    assert same.lm_head.weight is same.embedding.embed_tokens.weight and difference(same, theirs) < 1e-5
+    other = rewrite(folder, tmp_path / "other", lambda s: s | {"lm_head.weight": s[table] + 1})
+    with pytest.raises(ValueError, match="tie_word_embeddings=true"):
+        load_pretrained(other)
+    with pytest.raises(ValueError, match="lm_head.weight is missing"):
+        load_pretrained(rewrite(folder, tmp_path / "untied", tie_word_embeddings=False))
+
+
+def test_the_weights_are_our_own(published, tmp_path):
+    _, folder = published("llama")
+    copied = rewrite(folder, tmp_path / "copy")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model = load_pretrained(copied)
+    assert torch.equal(torch.get_rng_state(), before)  # nothing was initialised
+    logits = model(IDS).logits.detach()
+    path = copied / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(bytes(path.stat().st_size - 2000))
+    assert torch.equal(model(IDS).logits, logits)
+    storages = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len(set(storages)) == len(storages) and all(p.is_contiguous() and p.requires_grad for p in model.parameters())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    model.train()(IDS, labels=IDS).loss_sum.backward()
+
+
+def test_padded_vocabulary_and_any_device(published):
+    _, folder = published("llama")
+    assert load_pretrained(str(folder), device="cpu").lm_head.weight.device.type == "cpu"
+
+
+GPU = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else None
+
+
+@pytest.mark.skipif(GPU is None, reason="needs an accelerator")
+@pytest.mark.parametrize("variant", ["gpt2", "mixtral", "gemma2"])
+def test_onto_an_accelerator_and_back(variant, published, tmp_path):
+    theirs, folder = published(variant)
+    ours = load_pretrained(folder, device=GPU)
+    assert {t.device.type for t in (*ours.parameters(), *ours.buffers())} == {GPU}
+    with torch.no_grad():
+        assert_close(ours(IDS.to(GPU)).logits.cpu(), theirs(IDS).logits, atol=2e-3, rtol=0)
+    again = load_pretrained(save_pretrained(ours, tmp_path / "out"))
+    assert all(torch.equal(a.cpu(), b) or variant == "gemma2" for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+REFUSED = {
+    "quantization_config={'bits': 4} is not known": ("llama", dict(quantization_config={"bits": 4})),
+    "partial_rotary_factor=0.5 is not supported": ("llama", dict(partial_rotary_factor=0.5)),
+    "rope_interleaved=True": ("llama", dict(rope_interleaved=True)),
+    "'dynamic'": ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))),
+    "short_factor": ("llama", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1], long_factor=[1]))),
+    "mscale": ("llama", dict(rope_parameters=YARN | dict(mscale=0.7))),
+    "'partial_rotary_factor': 0.5": ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5))),
+    "'full_attention'": ("gemma2", dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}})),
+    "stand once": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "factor=0.5": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=0.5, rope_theta=1e4))),
+    "missing 1 required": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4))),
+    "activation='quick_gelu'": ("llama", dict(hidden_act="quick_gelu")),
+    "architectures=": ("llama", dict(architectures=["LlamaForSequenceClassification"])),
+    "rms_norm_eps is missing": ("llama", dict(rms_norm_eps=...)),
+    "hidden_size=0": ("llama", dict(hidden_size=0)),
+    "none of gpt2, llama": ("llama", dict(model_type="mamba")),
+    "scale_attn_by_inverse_layer_idx=True": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
+    "scale_attn_weights=False": ("gpt2", dict(scale_attn_weights=False)),
+    "add_cross_attention=True": ("gpt2", dict(add_cross_attention=True)),
+    "mlp_only_layers=": ("qwen3-moe", dict(mlp_only_layers=[0])),
+    "decoder_sparse_step=2": ("qwen3-moe", dict(decoder_sparse_step=2)),
+    "several values": ("qwen3-moe", dict(num_experts=3)),
+    "router_jitter_noise=0.1": ("mixtral", dict(router_jitter_noise=0.1)),
+    "use_bidirectional_attention=True": ("gemma2", dict(use_bidirectional_attention=True)),
+    "chunked_attention": ("gemma2", dict(layer_types=["chunked_attention"] * 3)),
+    "must have num_layers=3 entries": ("gemma2", dict(layer_types=["full_attention"] * 2)),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_settings_are_refused_by_name(words, published):
+    variant, config = REFUSED[words]
+    hf = json.loads((published(variant)[1] / "config.json").read_text()) | config
+    with pytest.raises(ValueError) as error:
+        read_config({name: value for name, value in hf.items() if value is not ...})
+    assert words in str(error.value)
+
+
+def test_tensors_are_refused_by_name(published, tmp_path):
+    _, folder = published("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases = {
+        "is missing": lambda s: {k: v for k, v in s.items() if k != name},
+        "score.weight is unexpected": lambda s: s | {"score.weight": torch.ones(2, 2)},
+        r"has shape \[32, 40\], expected \[40, 32\]": lambda s: s | {name: s[name].T},
+        "not finite as torch.float32": lambda s: s | {name: s[name] * torch.inf},
+        "holds .* twice": lambda s: s | {"norm.weight": torch.ones(32)},
+        "; and 3 more": lambda s: {k: v for k, v in s.items() if ".0.self_attn" not in k and ".0.mlp" not in k},
+    }
+    for index, (words, change) in enumerate(cases.items()):
+        with pytest.raises(ValueError, match=words):
+            load_pretrained(rewrite(folder, tmp_path / str(index), change))
+    with pytest.raises(ValueError, match="not finite as torch.float16"):
+        load_pretrained(rewrite(folder, tmp_path / "big", lambda s: s | {name: s[name] * 1e7}), dtype=torch.float16)
+    with pytest.raises(ValueError, match="must be a floating-point type"):
+        load_pretrained(folder, dtype=torch.int8)
+
+
+def test_files_are_refused_by_name(published, tmp_path):
+    _, folder = published("llama")
+    good = rewrite(folder, tmp_path / "good")
+    weights, index = good / "model.safetensors", good / "model.safetensors.index.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="damaged .*download complete"):
+        load_pretrained(good)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        load_pretrained(good)
+    (good / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(ValueError, match="a pickle, which can run any code when opened: take a copy"):
+        load_pretrained(good)
+    index.write_text(json.dumps({"weight_map": {"a": "../good/x.safetensors"}}))
+    with pytest.raises(ValueError, match="outside its folder"):
+        load_pretrained(good)
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match="x.safetensors is missing, but the index names it"):
+        load_pretrained(good)
+    (good / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="no JSON object"):
+        load_pretrained(good)
+    (good / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        load_pretrained(good)
+
+
+# ---------------------------------------------------------------- saving
+
+
+CANNOT = {
+    "norm_position='post'": dict(norm_position="post"),
+    "residual_multiplier=0.5": dict(residual_multiplier=0.5),
+    "num_mtp_layers=1": dict(num_mtp_layers=1),
+    "shared_expert_intermediate_size=16": dict(use_moe=True, shared_expert_intermediate_size=16),
+    "position_type='sinusoidal'": dict(position_type="sinusoidal"),
+    "embedding_scale=2.0": dict(embedding_scale=2.0),
+    "attention_scale=0.3": dict(attention_scale=0.3),
+    "use_glu=False": dict(use_glu=False),
+    "attention_out_bias=True": dict(attention_out_bias=True),
+}
+
+
+@pytest.mark.parametrize("words", CANNOT)
+def test_a_model_that_no_family_has(words, tmp_path):
+    model = DecoderModel(ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, **CANNOT[words]))
+    with pytest.raises(ValueError, match="no family can express this model") as error:
+        save_pretrained(model, tmp_path / "x")
+    assert words in str(error.value) and not (tmp_path / "x").exists()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)), H=st.integers(1, 4), K=st.integers(1, 2), D=st.sampled_from([None, 2, 6]),
+    L=st.integers(1, 3), F=st.one_of(st.none(), st.integers(1, 9)), window=st.one_of(st.none(), st.integers(1, 9)),
+    tied=st.booleans(), vocab=st.integers(1, 30), E=st.integers(1, 4),
+)  # fmt: skip
+def test_what_is_written_reads_back_for_odd_sizes(family, H, K, D, L, F, window, tied, vocab, E):
+    gpt2 = family == "gpt2"
+    fixed = dict(FAMILIES[family].fixed) | dict(vocab_size=vocab, num_layers=L, num_heads=H * K, tie_word_embeddings=tied)
+    fixed |= dict(num_experts=E, top_k=E, hidden_size=2 * H * K, intermediate_size=F)
+    if not gpt2:
+        fixed |= dict(num_kv_heads=K)
+    if family in ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe", "gemma2"):
+        fixed |= dict(head_dim=D)
+    if window and family not in ("gpt2", "llama"):
+        fixed |= dict(sliding_window=window)
+        if family in ("qwen2", "qwen3", "gemma2"):
+            fixed |= dict(layer_types=["full_attention"] * (L - 1) + ["sliding_attention"])
+    if family == "gemma2":
+        fixed |= dict(embedding_scale=(2 * H * K) ** 0.5, attention_scale=7**-0.5, activation="gelu_tanh")
+    config = ModelConfig(**fixed)
+    found, hf = write_config(config, model_type=family)
+    back = read_config(json.loads(json.dumps(hf)))[1]
+    assert found.model_type == family
+    with torch.device("meta"):
+        a, b = DecoderModel(config), DecoderModel(back)
+    assert {k: v.shape for k, v in a.state_dict().items()} == {k: v.shape for k, v in b.state_dict().items()}
+    assert [back.window_of(i) for i in range(L)] == [config.window_of(i) for i in range(L)]
+    rules = tensor_rules(found, config, a.state_dict())
+    claimed = [name for rule in rules for name in rule.ours]
+    assert len(claimed) == len(set(claimed)) and len({name for rule in rules for name in rule.theirs}) >= len(rules)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_published_models(preset):
+    family, hf = write_config(ModelConfig.preset(preset))
+    theirs = AutoConfig.for_model(**hf)
+    assert theirs.model_type == family.model_type
+    assert read_config(json.loads(theirs.to_json_string()))[0] is family
+
+
+def test_the_first_family_that_fits_or_the_one_that_is_named(tmp_path):
+    config = ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, dropout=0.1, router_aux_loss_coef=0.5)
+    assert write_config(config)[0].model_type == "llama"
+    assert write_config(config, model_type="mistral")[1]["sliding_window"] is None
+    with pytest.raises(ValueError, match="qwen3 can express this model: qwen3 lacks|qwen3 lacks qk_norm=False"):
+        write_config(config, model_type="qwen3")
+    with pytest.raises(ValueError, match="model_type='bert' is none of gpt2"):
+        save_pretrained(DecoderModel(config), tmp_path / "x", model_type="bert")
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    return DecoderModel(ModelConfig(**dict(vocab_size=300, hidden_size=16, num_layers=2, num_heads=2) | changes)).eval()
+
+
+def test_all_or_nothing(tmp_path, monkeypatch):
+    model, calls = tiny(), []
+
+    def full(shard, path, metadata):
+        calls.append(path)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        save_file(shard, path, metadata)
+
+    monkeypatch.setattr(pretrained, "save_file", full)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(model, tmp_path / "a", max_shard_size=1)
+    assert list(tmp_path.iterdir()) == [] and len(calls) == 3
+    monkeypatch.undo()
+    (tmp_path / "empty").mkdir()
+    assert save_pretrained(model, tmp_path / "empty") == tmp_path / "empty"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty"]
+    before = (tmp_path / "empty" / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="holds something"):
+        save_pretrained(model, tmp_path / "empty")
+    assert (tmp_path / "empty" / "model.safetensors").read_bytes() == before
+    assert save_pretrained(model, tmp_path / "new" / "deep").is_dir()
+
+
+def test_the_folder_gets_its_name_last_and_in_one_step(tmp_path, monkeypatch):
+    seen = []
+
+    def rename(self, target):
+        seen.append((sorted(path.name for path in self.iterdir()), target.exists()))
+        raise OSError("power cut")
+
+    monkeypatch.setattr(pretrained.Path, "rename", rename)
+    with pytest.raises(OSError, match="power cut"):
+        save_pretrained(tiny(), tmp_path / "a")
+    assert seen == [(["config.json", "model.safetensors"], False)] and list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_no_folder(tmp_path):
+    code = f"""
+import os, sys; sys.path.insert(0, {str(os.getcwd())!r})
+from llm_course.model import pretrained
+from llm_course.model.decoder import DecoderModel, ModelConfig
+pretrained._write_json = lambda *a: os._exit(9)
+model = DecoderModel(ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2))
+pretrained.save_pretrained(model, {str(tmp_path / "x")!r})
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    assert not (tmp_path / "x").exists()
+
+
+def test_shards_and_their_index(tmp_path):
+    model = tiny(tie_word_embeddings=False)
+    folder = save_pretrained(model, tmp_path / "a", max_shard_size=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    where = {name: f.name for f in files for name in load_file(f)}
+    assert where == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    assert all(sum(t.nbytes for t in load_file(f).values()) <= 20_000 for f in files)
+    assert len(list(save_pretrained(model, tmp_path / "b").glob("*.safetensors"))) == 1
+
+
+def test_wrong_things_are_not_saved(tmp_path):
+    moe = tiny(use_moe=True, num_experts=2)
+    moe.layers[1].mlp.gate.expert_bias[0] = 0.1
+    with pytest.raises(ValueError, match=r"layers.1.mlp.gate.expert_bias is not zero"):
+        save_pretrained(moe, tmp_path / "x")
+    with pytest.raises(ValueError, match="expected a DecoderModel"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path / "x")
+    with pytest.raises(ValueError, match="cannot open a SimpleCharacterTokenizer"):
+        save_pretrained(tiny(), tmp_path / "x", tokenizer=SimpleCharacterTokenizer.from_text("abc"))
+    tokenizer = BPETokenizer.train(["a b c a b c abc"] * 9, vocab_size=264)
+    with pytest.raises(ValueError, match="the tokenizer has 264 entries, the model only vocab_size=263"):
+        save_pretrained(tiny(vocab_size=263), tmp_path / "x", tokenizer=tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [BPETokenizer, ByteBPETokenizer])
+def test_the_tokenizer_goes_along(kind, tmp_path):
+    tokenizer = kind.train(["the cat sat on the mat, the cat ran"] * 5, vocab_size=270)
+    folder = save_pretrained(tiny(), tmp_path / "a", tokenizer=tokenizer)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text = "the cat, ran naïve <|eos|>"
+    assert theirs(text).input_ids == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
+    config = AutoConfig.from_pretrained(folder)
+    for role in ("bos", "eos", "pad"):
+        ours = getattr(tokenizer, f"{role}_token_id")
+        assert getattr(theirs, f"{role}_token_id") == getattr(config, f"{role}_token_id") == ours is not None
+    assert kind.load(folder) == tokenizer
+    bare = AutoConfig.from_pretrained(save_pretrained(tiny(), tmp_path / "b"))
+    assert bare.eos_token_id is bare.bos_token_id is None  # not Llama's 1 and 2
+
+
+# ---------------------------------------------------------------- the hub
+
+
+def test_the_hub(published, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    _, folder = published("llama")
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert difference(load_pretrained("org/name"), published("llama")[0]) < 1e-5
+    assert asked[0][0] == "org/name" and not any("bin" in pattern or pattern == "*" for pattern in asked[0][1])
+    monkeypatch.chdir(tmp_path)
+    rewrite(folder, (tmp_path / "org").mkdir() or tmp_path / "org" / "name")
+    assert pretrained_folder("org/name") == (tmp_path / "org" / "name").relative_to(tmp_path) and len(asked) == 1  # a path wins
+    for name in ("gpt2", "/no/such/folder", "a/b/c", "../x y"):
+        with pytest.raises(FileNotFoundError, match="is no folder, and no name on the hub"):
+            load_pretrained(name)
+
+    def fails(name, allow_patterns):
+        raise OSError("the network is down")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
+    with pytest.raises(ValueError, match="its download failed: the network is down"):
+        load_pretrained("org/other")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"pip install 'llm_course\[hub\]'"):
+        load_pretrained("org/other")
