@@ -171,6 +171,14 @@ def test_counts_only_the_products_that_are_needed():
     assert products(torch.inference_mode()(linear_cross_entropy)) == 1
 
 
+def test_prepares_no_slopes_without_gradients():
+    hidden, weight, labels = example()
+    for grad in (True, False):
+        with torch.profiler.profile() as profile, torch.set_grad_enabled(grad):
+            linear_cross_entropy(hidden, weight, labels)
+        assert any(event.name == "aten::scatter_add_" for event in profile.events()) == grad
+
+
 def test_second_derivative_is_refused():
     hidden, weight, labels = example()
     with pytest.raises(RuntimeError, match="no second derivative.*F.cross_entropy"):

@@ -233,12 +233,15 @@ def test_parts_of_a_step():
     assert training_memory(config, 4, 48, mixed_precision=True).total < memory.total + 2 * P + 101 * 64 * 2
 
 
-def test_the_loss_holds_what_is_said():
-    hidden, weight = torch.randn(2048, 32, requires_grad=True), torch.randn(1024, 32, requires_grad=True)
-    with MemoryMeter() as meter:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_loss_holds_what_is_said(mixed):
+    hidden, weight = torch.randn(2048, 256, requires_grad=True), torch.randn(1024, 256, requires_grad=True)
+    with MemoryMeter() as meter, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         linear_cross_entropy(hidden, weight, torch.randint(1024, (2048,)))
-    config = ModelConfig(vocab_size=1024, hidden_size=32, num_heads=4, max_position_embeddings=2048)
-    assert training_memory(config, 1, 2048).loss == pytest.approx(meter.peak, rel=0.05)
+    config = ModelConfig(vocab_size=1024, hidden_size=256, num_heads=4, max_position_embeddings=2048)
+    extra = 2 * (2048 + 1024) * 256 if mixed else 4 * 512 * 256  # copies of both factors; a product of one chunk, on its way
+    estimate = training_memory(config, 1, 2048, mixed_precision=mixed).loss + extra
+    assert estimate == pytest.approx(meter.peak, rel=0.03)
 
 
 def test_cache():
@@ -272,20 +275,20 @@ def test_the_cpu_agrees_with_itself(options):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_default_reaches_a_gpu_sized_difference():
-    """Float32 rounding, as another order of summation gives it, is no fault."""
-    rough = torch.nn.functional.linear
-    calls = itertools.count()
+@pytest.mark.parametrize("options", [{}, dict(norm_type="layernorm", position_type="learned", attention_bias=True)])
+def test_rounding_is_no_fault(options):
+    """Another order of summation, also where a gradient is nothing but rounding: without RoPE, that of the keys' bias."""
+    rough, calls, good = torch.nn.functional.linear, itertools.count(), 2 * 2 * 7 + 1  # two passes, and one for the logits
 
     def other_order(x, weight, bias=None):
-        if next(calls) < 30:
+        if next(calls) < good:
             return rough(x, weight, bias)
         return rough(x.flip(-1), weight.flip(-1), bias)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         patch.setattr(torch.nn.functional, "linear", other_order)
-        differences = check_device("cpu")
+        differences = check_device("cpu", config=ModelConfig(**(SMALL | options)))
     assert 0 < max(differences.values()) < 1e-4
 
 

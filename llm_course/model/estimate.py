@@ -218,7 +218,7 @@ def kv_cache_bytes(config: ModelConfig, sequence_length: int, *, bytes_per_numbe
     tokens = sum(min(T, config.window_of(layer) or T) for layer in range(config.num_layers))
     return 2 * K * D * bytes_per_number * tokens
 
-# %% ../../nbs/09_estimate.ipynb #670af8d2
+# %% ../../nbs/09_estimate.ipynb #ef46f913
 def check_device(
     device: torch.device | str, *, config: ModelConfig | None = None, batch_size: int = 4, sequence_length: int = 64,
     tolerance: float = 1e-3,
@@ -265,7 +265,7 @@ def _training_step(model: DecoderModel, ids: Tensor) -> dict[str, dict[str, Tens
     loss.backward()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0).step()
+    torch.optim.AdamW(model.parameters(), lr=1e3, eps=1.0, weight_decay=0.0).step()  # large beside the rounding of a weight
     steps = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
     groups = {"": {"logits": logits, "loss": loss}, "gradient of ": gradients, "step of ": steps}
     return {kind: {name: t.detach().cpu().double() for name, t in group.items()} for kind, group in groups.items()}
