@@ -83,7 +83,7 @@ def test_one_shift_is_what_hugging_face_does_inside_its_loss():
 
 def cuts(node: ast.AST) -> str | None:
     """'head' for x[..., :-1], 'tail' for x[..., 1:], with any or no other dimensions before; else None."""
-    if not isinstance(node, ast.Subscript):
+    if not isinstance(node, ast.Subscript) or ast.unparse(node.value).endswith(".shape"):
         return None
     last = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
     return {":-1": "head", "1:": "tail"}.get(ast.unparse(last))
@@ -108,9 +108,12 @@ def shifting_places(code: str, module: str) -> list[str]:
     return found
 
 
+NEIGHBOURS = {"llm_course/model/generation.py:keep_top_p", "llm_course/model/generation.py:_check_prompts"}  # they train nothing
+
+
 def test_the_package_shifts_in_one_place_only():
     places = [shifting_places(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()) for path in MODULES]
-    assert sum(places, []) == ["llm_course/text/batches.py:shift"]
+    assert set(sum(places, [])) == {"llm_course/text/batches.py:shift"} | NEIGHBOURS
 
 
 @pytest.mark.parametrize(

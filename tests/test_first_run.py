@@ -167,7 +167,7 @@ def test_resume_is_exact(folder, stop):
         (["--training.max_stepz", "3"], "max_stepz"),
         (["--model.num_kv_heads", "3"], "num_heads=2 must be a multiple of num_kv_heads=3"),
         (["--training.device", "abacus"], "training.device='abacus' cannot be used here"),
-        (["--model.initializer_range", "-1"], "initializer_range=-1.0 must be a positive finite number"),
+        (["--model.initializer_range", "-1"], "initializer_range=-1.0 must be a finite number above 0"),
         (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must lie in [0, 1)"),
         (["--data.sequence_length", "64"], "does not fit model.max_position_embeddings=32"),
     ],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .decoder import DecoderModel, ModelConfig
+from ..text.batches import shift
 
 # %% ../../nbs/09_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):
@@ -258,8 +259,8 @@ def check_device(
 
 def _training_step(model: DecoderModel, ids: Tensor) -> dict[str, dict[str, Tensor]]:
     """Logits, loss, gradients and steps of AdamW, on the CPU in float64."""
-    logits = model(ids[:, :-1]).logits
-    out = model(ids[:, :-1], labels=ids[:, 1:])
+    batch = shift(ids)
+    logits, out = model(batch["input_ids"]).logits, model(**batch)
     assert logits is not None and out.loss_sum is not None and out.num_targets is not None
     loss = out.loss_sum / out.num_targets + out.aux_loss
     loss.backward()
