@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_cache import Cache
 from torch.testing import assert_close
 
 from llm_course.model.attention import (
@@ -153,6 +154,8 @@ def test_wrong_arguments_are_refused(change, message):
         (dict(head_dim=0), "head_dim=0"),
         (dict(sliding_window=0), "sliding_window=0"),
         (dict(sliding_window=2.5), "sliding_window=2.5"),
+        (dict(num_heads=True), "num_heads=True must be a whole number of at least 1"),
+        (dict(head_dim="4"), "head_dim='4' must be a whole number of at least 1"),
         (dict(softcap=-1.0), "softcap=-1.0"),
         (dict(softcap=float("inf")), "softcap=inf"),
         (dict(dropout=1.0), "dropout=1.0"),
@@ -161,17 +164,6 @@ def test_wrong_arguments_are_refused(change, message):
 def test_wrong_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         MultiHeadAttention(16, **({"num_heads": 4} | arguments))
-
-
-class Cache:
-    def __init__(self):
-        self.layers = {}
-
-    def update(self, layer_index, k, v):
-        if layer_index in self.layers:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer_index], (k, v), strict=True))
-        self.layers[layer_index] = k, v
-        return k, v
 
 
 class Forgetful:

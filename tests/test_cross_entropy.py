@@ -27,7 +27,8 @@ def oracle(hidden, weight, labels, softcap=None, z_loss_coef=0.0):
         logits = softcap * torch.tanh(logits / softcap)
     labels = labels.flatten()
     z = logits.logsumexp(-1)[labels != IGNORE_INDEX]
-    return F.cross_entropy(logits, labels, reduction="sum") + z_loss_coef * z.square().sum()
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return loss if z_loss_coef is None else loss + z_loss_coef * z.square().sum()
 
 
 def with_gradients(function, hidden, weight, labels, **options):
@@ -71,6 +72,14 @@ def test_any_size_of_logits(shift):
         assert_close(got, with_gradients(oracle, hidden, weight, torch.tensor([label])))
 
 
+def test_without_a_z_loss_its_square_is_not_taken():
+    """0 * inf is NaN: beyond 1e19 the square of the log-sum-exp overflows."""
+    hidden, weight, labels = example()
+    big = (hidden.detach() * 1e20).requires_grad_()
+    got, expected = (with_gradients(f, big, weight, labels) for f in (linear_cross_entropy, lambda *a: oracle(*a, None, None)))
+    assert_close(got, expected)
+
+
 def test_large_logits_lose_no_digits():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1000.0], [999.0]])  # lse - z would round to 3e-5
     got = linear_cross_entropy(hidden, weight, torch.tensor([0]))
@@ -96,6 +105,14 @@ def test_half_precision_adds_up_in_float32():
     assert_close(weight.grad.float(), torch.tensor([[-2048.0], [2048.0]]))  # in bfloat16, 128 + 0.5 would stay 128
 
 
+@pytest.mark.parametrize("dtype, fits", [(torch.bfloat16, True), (torch.float16, False)])
+def test_the_gradient_of_the_sum_must_fit_the_type(dtype, fits):
+    """As the docstring says: it is stored before the mean is taken."""
+    hidden, weight = torch.full((40_000, 2), 4.0, dtype=dtype), torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+    (linear_cross_entropy(hidden, weight, torch.zeros(40_000, dtype=torch.long)) / 40_000).backward()
+    assert weight.grad.isfinite().all() == fits
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_autocast(dtype):
     hidden, weight, labels = example((9,), 8, 21)
@@ -105,6 +122,16 @@ def test_autocast(dtype):
     halves = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
     expected = with_gradients(linear_cross_entropy, *halves, labels)
     assert_close((loss, d_hidden, d_weight), (expected[0], expected[1].to(dtype), expected[2].float()))
+
+
+def test_autocast_leaves_float64_alone_as_pytorch_does():
+    hidden, weight, labels = example(dtype=torch.float64)
+    expected = with_gradients(linear_cross_entropy, hidden, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.linear(hidden, weight).dtype == torch.float64
+        assert_close(with_gradients(linear_cross_entropy, hidden, weight, labels), expected, atol=0, rtol=0)
+        with pytest.raises(ValueError, match="hidden is torch.float64 and weight torch.float32"):
+            linear_cross_entropy(hidden, weight.detach().float(), labels)
 
 
 # ---------------------------------------------------------------- nothing to learn from
@@ -224,6 +251,14 @@ def test_operator_keeps_the_promises_of_an_operator():
         torch.library.opcheck(torch.ops.llm_course.linear_cross_entropy.default, arguments, test_utils=checks)
 
 
+def test_shapes_without_memory():
+    hidden, weight, labels = example((1000,), device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss, d_hidden, d_weight = with_gradients(linear_cross_entropy, hidden, weight, labels)
+    assert (loss.shape, d_hidden.shape, d_weight.shape) == ((), hidden.shape, weight.shape) and d_weight.is_meta
+    assert counter.get_total_flops() == 3 * 2 * 1000 * 5 * 11
+
+
 @pytest.mark.skipif(not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator")
 def test_accelerator_agrees():
     device = "cuda" if torch.cuda.is_available() else "mps"
@@ -257,7 +292,13 @@ HIDDEN, WEIGHT, LABELS = (t.detach() for t in example((2, 3), 5, 11))
         (dict(softcap=math.inf), "softcap=inf"),
         (dict(z_loss_coef=-1e-4), "z_loss_coef=-0.0001"),
         (dict(z_loss_coef=math.nan), "z_loss_coef=nan"),
-        (dict(chunk_size=0), "chunk_size=0 must be at least 1"),
+        (dict(chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
+        (dict(chunk_size=512.0), "chunk_size=512.0 must be a whole number"),
+        (dict(chunk_size=None), "chunk_size=None must be a whole number"),
+        (dict(chunk_size=True), "chunk_size=True must be a whole number"),
+        (dict(labels=None), "labels is a NoneType, expected a tensor"),
+        (dict(labels=[[0, 1, 2], [3, 4, 5]]), "labels is a list, expected a tensor"),
+        (dict(weight=torch.nn.Linear(5, 11)), "weight is a Linear, expected a tensor"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):

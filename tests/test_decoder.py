@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import os
 
@@ -12,14 +13,17 @@ import torch.nn.functional as F
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_cache import Cache
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llm_course.model.cache import KVCache
 from llm_course.model.decoder import PRESETS, DecoderModel, ModelConfig
 from llm_course.model.embedding import RopeScaling
+from llm_course.model.transformer_block import TransformerBlock
 from llm_course.text.batches import IGNORE_INDEX, shift
-from llm_course.training.config import load_config
+from llm_course.training.sources import load_config
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SIZES = dict(
@@ -81,6 +85,10 @@ def gradients(model, **batch):
         (dict(dropout=math.nan), "dropout=nan"),
         (dict(attention_scale=0.0), "attention_scale=0.0"),
         (dict(final_logit_softcapping=-3.0), "final_logit_softcapping=-3.0"),
+        (dict(hidden_size=10**400), "must be a whole number of at least 1 and below 2"),
+        (dict(embedding_scale=10**400), "must be a finite number above 0, also in float32"),
+        (dict(rms_norm_eps=1e-60), "rms_norm_eps=1e-60 must be a finite number above 0, also in float32"),
+        (dict(rope_theta=1e39), "rope_theta=1e[+]39 must be a finite number above 0, also in float32"),
         (dict(use_glu="false"), "use_glu='false' must be a bool"),
         (dict(attention_out_bias=1), "attention_out_bias=1 must be a bool"),
         (dict(position_type="rotary"), "position_type='rotary' must be one of 'rope', 'learned'"),
@@ -94,6 +102,8 @@ def gradients(model, **batch):
         (dict(rope_scaling=SCALING, position_type="learned"), "rope_scaling needs position_type='rope', not 'learned'"),
         (dict(rope_scaling=4.0), "rope_scaling=4.0 must be a RopeScaling"),
         (dict(rope_scaling=dict(rope_type="linear", factor=0.5)), "factor=0.5"),
+        (dict(rope_scaling=dict(rope_type="linear", faktor=2.0)), "rope_scaling={.*'faktor'"),
+        (dict(rope_scaling=dict(factor=2.0)), "rope_scaling={'factor': 2.0}: .*'rope_type'"),
         (dict(layer_types=["full_attention"] * 4), "layer_types needs sliding_window"),
         (dict(sliding_window=4, layer_types=["full_attention"]), "must have num_layers=4 entries"),
         (dict(sliding_window=4, layer_types=[]), "must have num_layers=4 entries"),
@@ -115,6 +125,10 @@ def test_what_must_be_allowed():
     ModelConfig(head_dim=7, position_type="none")
     ModelConfig(attention_bias=True, attention_out_bias=False)
     ModelConfig(rope_theta=10_000)
+    ModelConfig(position_type="learned", rope_theta=0.5)  # which nothing reads
+    ModelConfig(
+        **{name: 0 for name in ("num_mtp_layers", "dropout", "router_aux_loss_coef", "router_z_loss_coef", "mtp_loss_coef")}
+    )
     config = ModelConfig(hidden_size=np.int64(64), dropout=np.float32(0.5), num_heads=np.int32(2))
     values = (config.hidden_size, config.dropout, config.num_heads, config.rope_theta)
     assert [type(value) for value in values] == [int, float, int, float]
@@ -133,10 +147,23 @@ def test_a_yaml_file_reaches_the_model(tmp_path):
     assert config.model == ModelConfig(**(SIZES | WINDOWS | dict(rope_scaling=SCALING)))
 
 
+def test_a_configuration_is_fixed():
+    config = ModelConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_heads = 3
+
+
+def test_every_option_of_a_block_is_one_of_the_configuration():
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(inspect.signature(TransformerBlock).parameters) - fields == {"layer_index"}
+
+
 def test_presets():
     assert ModelConfig.preset("gpt2", num_layers=2).num_layers == 2 and PRESETS["gpt2"]["num_layers"] == 12
     with pytest.raises(ValueError, match="no preset 'gpt9': choose one of gpt2, "):
         ModelConfig.preset("gpt9")
+    with pytest.raises(ValueError, match="no preset"):
+        ModelConfig.preset(["gpt2"])
     with pytest.raises(ValueError, match="vocab_size=None"):
         DecoderModel(ModelConfig())
 
@@ -192,14 +219,21 @@ def test_an_empty_batch_has_no_loss_and_zero_gradients(style):
         (dict(input_ids=tokens(2, 0)), r"\(2, 0\), expected \(B, T\) with T from 1 to max_position_embeddings=64"),
         (dict(input_ids=tokens(1, 65)), r"\(1, 65\), expected"),
         (dict(input_ids=tokens(5)), r"\(5,\), expected \(B, T\)"),
-        (dict(input_ids=tokens(2, 5).float()), "dtype torch.float32"),
+        (dict(input_ids=tokens(2, 5).float()), "input_ids is torch.float32, expected a tensor of whole numbers"),
+        (dict(input_ids=[[1, 2]]), r"input_ids has shape \(\), expected \(B, T\)"),
+        (dict(input_ids=None), r"input_ids has shape \(\), expected \(B, T\)"),
+        (dict(labels=[[1, 2]]), "labels is <class 'list'>, expected a tensor"),
         (dict(labels=tokens(2, 4)), r"labels has shape \(2, 4\), expected \(2, 5\)"),
         (dict(document_ids=tokens(1, 5)), r"document_ids has shape \(1, 5\), expected \(2, 5\)"),
-        (dict(attention_mask=torch.ones(2, 6)), r"attention_mask has shape \(2, 6\), expected \(2, 5\)"),
-        (dict(position_ids=torch.arange(4)), "position"),
+        (dict(attention_mask=torch.zeros(2, 5)), "attention_mask is torch.float32, expected a tensor of whole"),  # 0 and -inf
+        (dict(attention_mask=[[1] * 5] * 2), "attention_mask is <class 'list'>"),
+        (dict(attention_mask=tokens(2, 6)), r"attention_mask has shape \(2, 6\), expected \(2, 5\)"),
+        (dict(position_ids=torch.arange(4)), r"position_ids has shape \(4,\), expected \(2, 5\) or \(1, 5\) or \(5,\)"),
+        (dict(position_ids=tokens(3, 5)), r"position_ids has shape \(3, 5\)"),
         (dict(position_ids=torch.arange(5) + 60), "position 64 at "),
-        (dict(logits_to_keep=0), "logits_to_keep=0 must be at least 1"),
-        (dict(logits_to_keep=-2), "logits_to_keep=-2 must be at least 1"),
+        (dict(logits_to_keep=0), "logits_to_keep=0 must be an int of at least 1"),
+        (dict(logits_to_keep=-2), "logits_to_keep=-2 must be an int of at least 1"),
+        (dict(logits_to_keep=1.5), "logits_to_keep=1.5 must be an int"),
         (dict(logits_to_keep=1, labels=tokens(2, 5)), "with labels there are no logits"),
     ],
 )
@@ -208,15 +242,10 @@ def test_wrong_inputs_are_refused(arguments, message):
         build("gpt2")(**(dict(input_ids=tokens(2, 5)) | arguments))
 
 
-class Cache:
-    def __init__(self):
-        self.layers = {}
-
-    def update(self, layer_index, k, v):
-        if layer_index in self.layers:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer_index], (k, v), strict=True))
-        self.layers[layer_index] = k, v
-        return k, v
+@pytest.mark.parametrize("wrong", ["x", torch.arange(5.0), torch.arange(4)])
+def test_positions_are_looked_at_where_nothing_reads_them(wrong):
+    with pytest.raises(ValueError, match="position_ids"):
+        build("", position_type="none")(tokens(2, 5), position_ids=wrong)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -244,6 +273,19 @@ def test_what_does_not_go_with_a_cache():
         model(tokens(1, 2), cache=Cache())
     with pytest.raises(ValueError, match="document_ids must not"):
         model(tokens(1, 2), position_ids=torch.arange(2), document_ids=tokens(1, 2), cache=Cache())
+
+
+@pytest.mark.parametrize("width", [4, 6, 7])
+def test_a_mask_that_does_not_fit_a_cache_is_refused(width):
+    """One that is too long would be cut on the left, as for a window, and hide the wrong keys."""
+    model, cache = build().eval(), KVCache(10)
+    options = dict(position_ids=torch.arange(4), attention_mask=torch.ones(1, 4, dtype=torch.long), cache=cache)
+    model(tokens(1, 4), **options)
+    options |= dict(position_ids=torch.tensor([4]))
+    with pytest.raises(ValueError, match=rf"attention_mask has shape \(1, {width}\), expected \(1, 5\)"):
+        model(tokens(1, 1), **options | dict(attention_mask=torch.ones(1, width, dtype=torch.long)))
+    assert cache.length == 4  # refused before anything was written
+    model(tokens(1, 1), **options | dict(attention_mask=torch.ones(1, 5, dtype=torch.long)))
 
 
 def test_documents_of_a_row_do_not_meet():
@@ -392,6 +434,16 @@ def test_the_tie_survives(tmp_path):
         build(tie_word_embeddings=False).load_state_dict(state)
 
 
+@pytest.mark.parametrize("options", [{}, dict(assign=True), dict(strict=False)])
+def test_two_tables_do_not_go_into_a_tied_model(options):
+    """Silently, one of the two would win: which one, `assign` decides."""
+    untied, tied = build(tie_word_embeddings=False), build()
+    before = copy.deepcopy(tied.state_dict())
+    with pytest.raises(ValueError, match="lm_head.weight is not embedding.embed_tokens.weight, but tie_word_embeddings=True"):
+        tied.load_state_dict(untied.state_dict(), **options)
+    assert all(tensor.equal(before[name]) for name, tensor in tied.state_dict().items())
+
+
 def test_the_tied_gradient_is_the_sum_of_both_uses():
     tied, untied, batch = build(), build(tie_word_embeddings=False), shift(tokens(2, 9))
     untied.load_state_dict(tied.state_dict())
@@ -418,10 +470,21 @@ def test_router_biases_follow_their_layers():
     assert biases == [[-0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
     output = model(tokens(2, 9))
     assert output.tokens_per_expert.sum(1).tolist() == [36, 36] and output.tokens_per_expert.dtype == torch.int64
-    with pytest.raises(ValueError):
-        model.update_router_bias(loads[:1])
-    with pytest.raises(ValueError):
-        build().update_router_bias(loads)
+    for wrong in (loads[:1], loads[:, :3], torch.cat((loads, loads)), None):
+        with pytest.raises(
+            ValueError, match=r"tokens_per_expert has shape .*, expected \(2, 4\): a row for each layer with experts"
+        ):
+            model.update_router_bias(wrong)
+    assert [layer.mlp.gate.expert_bias.tolist() for layer in model.layers] == biases  # a refusal changes no layer
+    for load in (loads, build()(tokens(1, 2)).tokens_per_expert):
+        with pytest.raises(ValueError, match="tokens_per_expert has shape"):
+            build().update_router_bias(load)
+
+
+def test_frozen_parameters_count_too():
+    model = build()
+    total = model.num_parameters()
+    assert model.layers.requires_grad_(False) and model.num_parameters() == total
 
 
 # ---------------------------------------------------------------- oracles

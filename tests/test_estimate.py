@@ -6,6 +6,7 @@ import warnings
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,9 +95,8 @@ def test_parameters_of_hugging_face_models():
 
 def counted(config, training, B=2, T=40):
     """What PyTorch's counter sees of one token, with attention and experts written as products that it knows."""
-    grouped = {torch.ops.llm_course.grouped_linear: lambda x, weight, *_, **__: 2 * x[0] * weight[1] * weight[2]}
     model, ids = DecoderModel(config), torch.randint(config.vocab_size, (B, T))
-    with FlopCounterMode(display=False, custom_mapping=grouped) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         out = model(ids, labels=ids if training else None)
         if training:
             (out.loss_sum + out.aux_loss).backward()
@@ -122,8 +122,9 @@ def test_arithmetic_is_what_pytorch_counts(options, T):
 def test_arithmetic_of_experts():
     for options in (EXPERTS, EXPERTS | dict(use_glu=False, top_k=1), EXPERTS | dict(shared_expert_intermediate_size=40)):
         config = ModelConfig(**SMALL, **options)
-        ours = flops_per_token(config, 40).forward  # without the sum of the k answers, which some versions write as a product
-        assert counted(config, training=False) == pytest.approx(ours, rel=5e-3)
+        ours = flops_per_token(config, 40)  # without the sum of the k answers, which some versions write as a product
+        assert counted(config, training=False) == pytest.approx(ours.forward, rel=5e-3)
+        assert counted(config, training=True) == pytest.approx(ours.training, rel=5e-3)
     all_chosen = flops_per_token(ModelConfig(**SMALL, **EXPERTS | dict(top_k=4)), 40)
     one_wide = flops_per_token(ModelConfig(**SMALL | dict(intermediate_size=4 * 96)), 40)
     assert all_chosen.mlp == one_wide.mlp + 2 * 2 * 64 * 4  # two layers with a router of four rows
@@ -254,6 +255,11 @@ def test_cache():
     assert kv_cache_bytes(mixed, 1000) == 16 * 4096 * (1000 + 100)
 
 
+def test_numpys_sizes_are_sizes():
+    config = ModelConfig(**SMALL)
+    assert training_memory(config, np.int32(2**20), np.int32(48)) == training_memory(config, 2**20, 48)
+
+
 # ---------------------------------------------------------------- the device
 
 
@@ -273,6 +279,10 @@ def test_the_cpu_agrees_with_itself(options):
     assert {"logits", "loss", "gradient of layers.0.self_attn.q_proj.weight", "step of norm.weight"} <= set(differences)
     assert max(differences.values()) == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_default_model_reads_as_long_a_text_as_is_asked():
+    assert max(check_device("cpu", batch_size=1, sequence_length=300).values()) == 0
 
 
 @pytest.mark.parametrize("options", [{}, dict(norm_type="layernorm", position_type="learned", attention_bias=True)])
@@ -324,10 +334,24 @@ def test_a_broken_backward_alone_is_found(monkeypatch):
 
 def test_a_broken_optimizer_is_found(monkeypatch):
     step, calls = torch.optim.AdamW.step, itertools.count()
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) if next(calls) == 0 else None)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) if next(calls) < 2 else None)  # rows, columns
     with pytest.warns(RuntimeWarning, match="step of "):
         differences = check_device("cpu")
     assert all(name.startswith("step of ") for name, difference in differences.items() if difference)
+
+
+@pytest.mark.parametrize("operation", ["addcdiv_", "addcmul_"])
+def test_writes_that_are_lost_in_a_transposed_matrix_are_found(monkeypatch, operation):
+    good, calls, reference = getattr(torch.Tensor, operation), itertools.count(), 15  # matrices of the default model
+
+    def loses(self, *args, **options):
+        return self if not self.is_contiguous() and next(calls) >= reference else good(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, operation, loses)
+    with pytest.warns(RuntimeWarning, match="stored by columns"):
+        differences = check_device("cpu")
+    assert len([name for name in differences if name.endswith("stored by columns")]) == reference
+    assert all(name.endswith("stored by columns") for name, difference in differences.items() if difference)
 
 
 def test_tolerance_decides(monkeypatch):
@@ -355,9 +379,19 @@ def test_the_accelerator_agrees(options):
         (lambda c: flops_per_token(replace(c, vocab_size=None), 8), "vocab_size=None"),
         (lambda c: flops_per_token(c, 65), r"sequence_length=65 must lie in 1\.\.64: raise max_position_embeddings"),
         (lambda c: flops_per_token(c, 0), "sequence_length=0"),
-        (lambda c: training_memory(c, 0, 8), "batch_size=0 must be at least 1"),
+        (lambda c: flops_per_token(c, 5.5), "sequence_length=5.5 must be a whole number"),
+        (lambda c: flops_per_token(c, True), "sequence_length=True must be a whole number"),
+        (lambda c: training_memory(c, 0, 8), "batch_size=0 must be a whole number of at least 1"),
+        (lambda c: training_memory(c, 1.5, 8), "batch_size=1.5 must be a whole number"),
+        (lambda c: training_memory(c, float("nan"), 8), "batch_size=nan must be a whole number"),
+        (lambda c: training_memory(c, 1, 8, chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
+        (lambda c: training_memory(c, 1, 8, chunk_size=-100), "chunk_size=-100"),
         (lambda c: training_memory(c, 1, 65), "sequence_length=65"),
         (lambda c: kv_cache_bytes(c, 65), "sequence_length=65"),
+        (lambda c: kv_cache_bytes(c, 8, bytes_per_number=-2), "bytes_per_number=-2 must be a whole number of at least 1"),
+        (lambda c: check_device("cpu", config=c, batch_size=0), "batch_size=0 must be a whole number of at least 1"),
+        (lambda c: check_device("cpu", config=c, tolerance=float("nan")), "tolerance=nan must be positive and finite"),
+        (lambda c: check_device("cpu", config=c, tolerance=-1), "tolerance=-1 must be positive and finite"),
         (lambda c: check_device("cpu", config=c, sequence_length=65), "sequence_length=65"),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -104,11 +105,46 @@ def test_grouped_product(counts):
     assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
 
 
+def test_second_derivatives():
+    torch.manual_seed(0)
+    counts = torch.tensor([2, 0, 3])
+    x, weight = torch.randn(5, 3).double().requires_grad_(), torch.randn(3, 2, 3).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
+    dy = torch.randn(5, 2).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda dy, x: _grouped_outer(dy, x, counts), (dy, x))
+    moe, tokens = random_moe(3, 4, **SMALL).double(), torch.randn(6, 3).double().requires_grad_()
+    (slope,) = torch.autograd.grad(moe(tokens)[0].square().sum(), tokens, create_graph=True)
+    slope.square().sum().backward()  # a penalty on the gradient reaches the experts
+    assert moe.experts.up_proj.grad.abs().sum() > 0
+
+
+def test_pytorchs_counter_sees_the_experts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    N, C, inner, E, k = 10, 6, 8, 4, 2
+    forward = N * (2 * E * C + 2 * k * 3 * C * inner)
+    for device in ("cpu", "meta"):
+        moe, x = MoE(C, inner, num_experts=E, top_k=k).to(device), torch.ones(N, C, device=device, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            y, _ = moe(x)
+            assert counter.get_total_flops() == forward
+            y.sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+
+
+def test_a_layer_without_memory_has_shapes():
+    moe, x = MoE(6, 8, **SMALL, shared_expert_intermediate_size=5).to("meta"), torch.empty(2, 3, 6, device="meta")
+    y, stats = moe(x)
+    assert y.is_meta and y.shape == x.shape and stats.tokens_per_expert.shape == (4,) and stats.aux_loss.shape == ()
+    with torch.autocast("cpu", torch.bfloat16):  # that of another device
+        assert moe(x)[0].dtype == torch.float32
+
+
 def test_operators_are_registered_right():
     counts = torch.tensor([3, 0, 4, 0])
     x, weight = torch.randn(7, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
     torch.library.opcheck(_grouped_linear, (x, weight, counts))
-    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3), x.detach(), counts))
+    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts))
 
 
 def test_grouped_product_equals_pytorchs():
@@ -226,6 +262,27 @@ def test_coefficients_weigh_the_losses():
     assert z.gate.weight.grad.abs().sum() > 0 and z.experts.up_proj.grad is None
 
 
+def test_a_loss_that_is_off_cannot_spoil_the_others():
+    torch.manual_seed(0)
+    moe, x = random_moe(6, 8, **SMALL), torch.randn(11, 6)
+    aux_loss = moe(x * 1e21)[1].aux_loss  # the square of such a log-sum-exp is inf in float32, and 0 * inf is NaN
+    assert aux_loss.isfinite() and router_z_loss(moe.gate(x * 1e21).logits).isinf()
+    aux_loss.backward()
+    assert moe.gate.weight.grad.isfinite().all()
+    off = random_moe(6, 8, **SMALL, router_aux_loss_coef=0.0)(x)[1].aux_loss
+    assert off == 0 and off.shape == () and off.dtype == torch.float32
+
+
+def test_losses_refuse_other_types():
+    index = torch.zeros(6, 1)
+    for logits, wrong in ((torch.zeros(6, 4), index), (torch.zeros(6, 4), index.int()), (torch.zeros(6, 4).long(), index.long())):
+        with pytest.raises(ValueError, match="expected a floating-point type and int64"):
+            load_balancing_loss(logits, wrong)
+    for logits in (torch.zeros(6, 0), torch.zeros(6, 4, dtype=torch.bool), torch.zeros(6, 4).long()):
+        with pytest.raises(ValueError, match=r"must be \(N, E\), of a floating-point type"):
+            router_z_loss(logits)
+
+
 def test_losses_refuse_unflattened_logits():
     with pytest.raises(ValueError, match="flatten the tokens first"):
         load_balancing_loss(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1, dtype=torch.long))
@@ -276,6 +333,45 @@ def test_update_bias_follows_the_sign_rule():
     for rate in (-0.1, math.inf, math.nan):
         with pytest.raises(ValueError, match=f"rate={rate} must be finite"):
             gate.update_bias(torch.zeros(4), rate=rate)
+
+
+@pytest.mark.parametrize("convert", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_bias_keeps_its_digits_in_a_converted_model(convert):
+    gate = Router(8, 4, top_k=1)
+    gate.expert_bias.copy_(torch.tensor([0.503, 0.0, 0.25, -0.7]))
+    before = gate.expert_bias.clone()
+    gate = copy.deepcopy(gate).to(convert)
+    assert gate.weight.dtype == convert and torch.equal(gate.expert_bias, before)
+    gate.update_bias(torch.tensor([0, 9, 9, 9]))
+    assert abs(gate.expert_bias[0] - 0.504) < 1e-6  # in bfloat16 the step would vanish
+    routing = gate(torch.ones(3, 8, dtype=convert))
+    assert routing.logits.dtype == torch.promote_types(convert, torch.float32)
+    assert gate.state_dict()["expert_bias"].dtype == torch.float32
+    again = Router(8, 4, top_k=1).to(convert)
+    again.load_state_dict(gate.state_dict())
+    assert torch.equal(again.expert_bias, gate.expert_bias)
+    with torch.device("meta"):
+        empty = Router(8, 4, top_k=1).to(convert)
+    assert empty.expert_bias.is_meta and empty.to_empty(device="cpu").expert_bias.dtype == torch.float32
+
+
+def test_loads_that_differ_by_little_are_told_apart():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        gate = Router(8, 4, top_k=2).to(dtype)
+        gate.update_bias(torch.tensor([1000, 1001, 1002, 1003]))
+        assert gate.expert_bias.sign().tolist() == [1, 1, -1, -1]
+        gate.update_bias(torch.tensor([70000, 10, 10, 10]), rate=1.0)  # beyond float16
+        assert gate.expert_bias.sign().tolist() == [-1, 1, 1, 1]
+        gate.update_bias(torch.tensor([2**40 + 1, 2**40, 2**40, 2**40]), rate=9.0)  # beyond float32's whole numbers
+        assert gate.expert_bias.sign().tolist() == [-1, 1, 1, 1] and gate.expert_bias[0] < -9
+
+
+@pytest.mark.parametrize("load", [[math.nan] * 4, [1, 2, 3, math.inf], [1, 2, 3, -1]])
+def test_loads_that_are_no_counts_are_refused(load):
+    gate = Router(6, 4, top_k=2)
+    with pytest.raises(ValueError, match="must be counts"):
+        gate.update_bias(torch.tensor(load))
+    assert gate.expert_bias.abs().sum() == 0
 
 
 def test_bias_evens_the_load_of_a_router_that_prefers_one_expert():
@@ -413,13 +509,13 @@ def test_experts_are_drawn_as_linear_layers():
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "3", None, True])
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_experts", "top_k", "shared_expert_intermediate_size"])
 def test_wrong_sizes(name, value):
     if name == "shared_expert_intermediate_size" and value is None:
         return
     arguments = dict(hidden_size=6, intermediate_size=8, num_experts=4, top_k=2) | {name: value}
-    with pytest.raises(ValueError, match=f"{name}={value} must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number of at least 1"):
         MoE(**arguments)
 
 
@@ -438,6 +534,35 @@ def test_wrong_sizes(name, value):
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         MoE(6, 8, **(SMALL | options))
+
+
+@pytest.mark.parametrize("value", [None, "0.5", True, [0.5]])
+@pytest.mark.parametrize("name", ["router_aux_loss_coef", "router_z_loss_coef", "dropout", "rate"])
+def test_what_is_no_number_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")):
+        if name == "rate":
+            Router(6, 4, top_k=2).update_bias(torch.zeros(4), rate=value)
+        else:
+            MoE(6, 8, **SMALL, **{name: value})
+
+
+def test_an_activation_in_a_list_is_refused():
+    with pytest.raises(ValueError, match="activation=.'silu'. is unknown"):
+        Experts(4, 6, 8, activation=["silu"])
+
+
+@pytest.mark.parametrize("x", [torch.ones(7, 5), torch.ones(6), torch.ones(2, 7, 6), torch.ones(7, 6, dtype=torch.long)])
+def test_experts_and_router_refuse_another_x(x):
+    with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(M, 6\)"):
+        Experts(2, 6, 8)(x, torch.tensor([3, 4]))
+    with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(N, 6\)"):
+        Router(6, 2, top_k=1)(x)
+
+
+@pytest.mark.parametrize("counts", [[3, 2, 2], [7], [3.0, 4.0], [[3, 4]]])
+def test_experts_refuse_other_counts(counts):
+    with pytest.raises(ValueError, match="expected 2 whole numbers"):
+        Experts(2, 6, 8)(torch.ones(7, 6), torch.tensor(counts))
 
 
 def test_wrong_inputs():

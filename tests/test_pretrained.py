@@ -3,10 +3,14 @@
 `pytest -s` prints the largest difference of each family.
 """
 
+import ctypes
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `transformers` is imported
 
@@ -16,13 +20,14 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_course.model import pretrained
 from llm_course.model.decoder import PRESETS, DecoderModel, ModelConfig
 from llm_course.model.embedding import RopeScaling
-from llm_course.model.families import CHANGES, FAMILIES, read_config, tensor_rules, write_config
+from llm_course.model.families import CHANGES, FAMILIES, VALUES, Rule, read_config, rules, tensor_rules, write_config
 from llm_course.model.generation import generate
 from llm_course.model.pretrained import load_pretrained, pretrained_folder, save_pretrained
 from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer, SimpleCharacterTokenizer
@@ -249,6 +254,65 @@ def test_rules_have_inverses():
             assert_close(a, b, atol=1e-6 if name == "plus_one" else 0, rtol=0)
 
 
+def test_values_have_inverses():
+    for change in ("root", "inverse_square"):
+        read, write = VALUES[change]
+        assert all(write(read(n, {})) == n for n in range(1, 20_000))
+    assert int((3**0.5) ** 2) == 2  # so an inverse that does not round would fail
+    read, write = VALUES["activation"]
+    assert {name: write(read(name, {})) for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")} == {
+        name: name for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")
+    }
+    assert write(read("gelu_new", {})) == "gelu_pytorch_tanh"  # up to spelling
+    rope = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+    read, write = VALUES["rope"]
+    assert write(read(rope, {})).items() >= rope.items() and read(write(read(rope, {})), {}) == read(rope, {})
+    assert write(read(None, {})) is None
+    read, write = VALUES["or_four_times"]
+    for x, expected in ((None, 64), (40, 40)):
+        assert read(x, dict(n_embd=16)) == expected and read(write(expected), dict(n_embd=16)) == expected
+
+
+def test_values_about_windows():
+    window, full = "sliding_attention", "full_attention"
+    late, even = VALUES["late_layers"].read, VALUES["even_layers"].read
+    qwen = dict(num_hidden_layers=4, max_window_layers=3, use_sliding_window=True)
+    assert late(None, qwen) == [full, full, full, window] and late([window], qwen) == [window]
+    assert late(None, qwen | dict(use_sliding_window=False)) is late(None, dict(num_hidden_layers=4)) is None
+    assert late(None, qwen | dict(sliding_window=None)) is None
+    assert late(None, dict(num_hidden_layers=30, use_sliding_window=True)) == [full] * 28 + [window] * 2
+    assert even(None, dict(num_hidden_layers=3)) == [window, full, window] and even([full], {}) == [full]
+    assert even([full], dict(sliding_window=None)) is None
+    assert [VALUES["if_used"].read(9, dict(use_sliding_window=used)) for used in (True, False)] == [9, None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_each_absent_key_means(name):
+    """A file with the keys that have no default, and the same with all that transformers fills in."""
+    theirs = AutoConfig.for_model(name).to_dict()
+    asked = [next(n for n in key.name.split("|") if n in theirs) for key in FAMILIES[name].keys.values() if key.default is ...]
+    bare = {"model_type": name} | {n: theirs[n] for n in asked}
+    filled = json.loads(AutoConfig.for_model(**bare).to_json_string(use_diff=False))
+    ours, right = (write_config(read_config(hf)[1], model_type=name)[1] for hf in (bare, filled))
+    assert ours == right
+
+
+def test_mixtral_without_a_theta(published, tmp_path):
+    theirs, folder = published("mixtral")
+    without = rewrite(folder, tmp_path / "without", rope_parameters=..., rope_theta=...)
+    assert load_pretrained(without).config.rope_theta == 1e6
+    loaded = AutoModelForCausalLM.from_pretrained(without, attn_implementation="eager").eval()
+    assert difference(load_pretrained(without), loaded) < 1e-5
+
+
+def test_rules_are_data_that_is_checked():
+    with pytest.raises(ValueError, match="change='turn' is none of same, transpose"):
+        rules({"a": "b"}, "turn")
+    assert rules({"a": "b", "c.{w}": "d.{w} e.{w}"}) == (
+        Rule(("a",), ("b",)), Rule(("c.weight",), ("d.weight", "e.weight")), Rule(("c.bias",), ("d.bias", "e.bias")),
+    )  # fmt: skip
+
+
 def test_hub_spelling_of_gpt2(published, tmp_path):
     """Without the prefix, with the masks and keys of 2019."""
     theirs, folder = published("gpt2")
@@ -328,6 +392,77 @@ def test_the_weights_are_our_own(published, tmp_path):
     model.train()(IDS, labels=IDS).loss_sum.backward()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_weights_are_in_memory_once(twice, tmp_path, monkeypatch):
+    def own_memory():  # without mapped files
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    model = tiny(vocab_size=20_000, hidden_size=512)
+    size, folder = sum(p.nbytes for p in model.parameters()), save_pretrained(model, tmp_path / "large")
+    load_pretrained(save_pretrained(tiny(), tmp_path / "small"))  # the first time imports what "meta" needs, 60 MB
+    del model
+    gc.collect()
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # what is free counts neither before nor after
+    peak, before, real = [], own_memory(), torch.Tensor.aminmax
+
+    def note(self):  # called once for each tensor, after it has been copied
+        peak.append(own_memory() - before)
+        return real(self)
+
+    class Copying:  # the planted mistake: what is read is copied before it is copied
+        def __init__(self, *args):
+            self.context = real_open(*args)
+
+        def __enter__(self):
+            self.file = self.context.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.context.__exit__(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            return self.file.get_tensor(name).clone()
+
+    real_open = pretrained.safe_open
+    monkeypatch.setattr(torch.Tensor, "aminmax", note)
+    if twice:
+        monkeypatch.setattr(pretrained, "safe_open", Copying)
+    loaded = load_pretrained(folder)
+    assert loaded.config.hidden_size == 512
+    print(f"  at most {max(peak) / size:.2f} times the weights")
+    assert max(peak) > 1.7 * size if twice else 0.8 * size < max(peak) < 1.3 * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_that_are_not_finite_are_found_without_a_copy(dtype, published, tmp_path, monkeypatch):
+    _, folder = published("llama")
+    name, sizes, real = "model.layers.2.mlp.down_proj.weight", [], torch.Tensor.isfinite
+
+    def note(self):
+        sizes.append(self.numel())
+        return real(self)
+
+    monkeypatch.setattr(torch.Tensor, "isfinite", note)
+    for index, value in enumerate((torch.nan, torch.inf, -torch.inf, 1.0)):
+
+        def spoil(state, value=value):
+            state = {key: tensor.to(dtype) for key, tensor in state.items()}
+            state[name][3, 5] = value
+            return state
+
+        spoiled = rewrite(folder, tmp_path / str(index), spoil)
+        if value == 1.0:
+            assert load_pretrained(spoiled).lm_head.weight.dtype == dtype
+            continue
+        with pytest.raises(ValueError, match=f"{name.removeprefix('model.')} has numbers that are not finite as {dtype}"):
+            load_pretrained(spoiled)
+    assert set(sizes) == {1}  # isfinite of a whole tensor makes several of its size, and took half the loading time
+
+
 def test_padded_vocabulary_and_any_device(published):
     _, folder = published("llama")
     assert load_pretrained(str(folder), device="cpu").lm_head.weight.device.type == "cpu"
@@ -361,6 +496,20 @@ REFUSED = {
     "'partial_rotary_factor': 0.5": ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5))),
     "'full_attention'": ("gemma2", dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}})),
     "stand once": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "'rope_theta': 20000.0": ("llama", dict(rope_theta=2e4)),  # rope_parameters says 10000
+    "'type': 'linear'": (
+        "llama-3",
+        dict(rope_parameters=LLAMA3 | dict(type="linear")),
+    ),
+    "rope_scaling='linear', expected an object": ("llama", dict(rope_parameters=..., rope_scaling="linear")),
+    "rope_parameters=[1]": ("llama", dict(rope_parameters=[1])),
+    "rope_parameters=3": ("llama", dict(rope_parameters=3)),
+    "model_type=['llama']": ("llama", dict(model_type=["llama"])),
+    "model_type='../../etc/passwd' is none of": ("llama", dict(model_type="../../etc/passwd")),
+    "model_type=None": ("llama", dict(model_type=...)),
+    "config.json of a gemma2: ": ("gemma2", dict(query_pre_attn_scalar=0)),
+    "config.json of a llama: ": ("llama", dict(hidden_size=10**400)),
+    "use_sliding_window='false' is not supported, only False or True or None": ("qwen2", dict(use_sliding_window="false")),
     "factor=0.5": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=0.5, rope_theta=1e4))),
     "missing 1 required": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4))),
     "activation='quick_gelu'": ("llama", dict(hidden_act="quick_gelu")),
@@ -390,6 +539,12 @@ def test_settings_are_refused_by_name(words, published):
     assert words in str(error.value)
 
 
+def test_what_is_said_twice_alike_is_read(published):
+    hf = json.loads((published("llama-3")[1] / "config.json").read_text())
+    twice = hf | dict(rope_theta=LLAMA3["rope_theta"], rope_parameters=LLAMA3 | dict(type="llama3"))
+    assert read_config(twice) == read_config(hf) and read_config(hf | dict(rope_theta=None)) == read_config(hf)
+
+
 def test_tensors_are_refused_by_name(published, tmp_path):
     _, folder = published("llama")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -398,6 +553,11 @@ def test_tensors_are_refused_by_name(published, tmp_path):
         "score.weight is unexpected": lambda s: s | {"score.weight": torch.ones(2, 2)},
         r"has shape \[32, 40\], expected \[40, 32\]": lambda s: s | {name: s[name].T},
         "not finite as torch.float32": lambda s: s | {name: s[name] * torch.inf},
+        f"{name} is stored as I8, expected F64, F32, F16 or BF16": lambda s: s | {name: torch.ones(40, 32, dtype=torch.int8)},
+        "is stored as BOOL": lambda s: s | {name: torch.ones(40, 32, dtype=torch.bool)},
+        "is stored as C64": lambda s: s | {name: torch.ones(40, 32, dtype=torch.complex64)},
+        "is stored as F8_E4M3": lambda s: s | {name: torch.ones(40, 32).to(torch.float8_e4m3fn)},
+        "stored as I64, .* and 26 more": lambda s: {k: t.long() for k, t in s.items()},
         "holds .* twice": lambda s: s | {"norm.weight": torch.ones(32)},
         "; and 3 more": lambda s: {k: v for k, v in s.items() if ".0.self_attn" not in k and ".0.mlp" not in k},
     }
@@ -406,8 +566,12 @@ def test_tensors_are_refused_by_name(published, tmp_path):
             load_pretrained(rewrite(folder, tmp_path / str(index), change))
     with pytest.raises(ValueError, match="not finite as torch.float16"):
         load_pretrained(rewrite(folder, tmp_path / "big", lambda s: s | {name: s[name] * 1e7}), dtype=torch.float16)
-    with pytest.raises(ValueError, match="must be a floating-point type"):
-        load_pretrained(folder, dtype=torch.int8)
+    for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn, "float32", float, False):
+        with pytest.raises(ValueError, match="must be a floating-point type"):
+            load_pretrained(folder, dtype=dtype)
+    for device in ("meta", torch.device("meta")):
+        with pytest.raises(ValueError, match="device='meta' holds no numbers"):
+            load_pretrained(folder, device=device)
 
 
 def test_files_are_refused_by_name(published, tmp_path):
@@ -430,12 +594,54 @@ def test_files_are_refused_by_name(published, tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     with pytest.raises(FileNotFoundError, match="x.safetensors is missing, but the index names it"):
         load_pretrained(good)
-    (good / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match="no JSON object"):
-        load_pretrained(good)
+    for text in ("[1]", '[["model_type", "llama"]]', "3", "null", "{", "[" * 100_000, "\udcff"):
+        (good / "config.json").write_text(text, encoding="utf-8", errors="surrogateescape")
+        with pytest.raises(ValueError, match="config.json holds no JSON object"):
+            load_pretrained(good)
     (good / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         load_pretrained(good)
+
+
+def test_half_a_folder_is_refused_by_name(published, tmp_path):
+    _, folder = published("llama")
+    good = rewrite(folder, tmp_path / "good")
+    weights, index = good / "model.safetensors", good / "model.safetensors.index.json"
+    weights.rename(good / "part.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
+    assert difference(load_pretrained(good), published("llama")[0]) < 1e-5
+    for content in ({}, {"weight_map": ["part.safetensors"]}, {"weight_map": {"a": 3}}, {"weight_map": {"a": None}}):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="index.json has no weight_map from tensors to names of files"):
+            load_pretrained(good)
+    (good / "folder.safetensors").mkdir()
+    index.write_text(json.dumps({"weight_map": {"a": "folder.safetensors"}}))
+    with pytest.raises(ValueError, match="folder.safetensors is damaged"):
+        load_pretrained(good)
+    weights.mkdir()
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_pretrained(good)
+
+
+def test_an_index_names_nothing_outside_its_folder(published, tmp_path, monkeypatch):
+    _, folder = published("llama")
+    good, other = (rewrite(folder, tmp_path / name) for name in ("good", "other"))
+    (good / "model.safetensors").unlink()
+    opened, real = [], pretrained.safe_open
+    monkeypatch.setattr(pretrained, "safe_open", lambda path, *args: opened.append(path) or real(path, *args))
+    absolute = other / "model.safetensors"
+    assert absolute.is_file() and (good / "../other/model.safetensors").is_file()
+    hostile = (
+        "../other/model.safetensors", str(absolute), "../../x.safetensors", "..", ".", "", "./model.safetensors",
+        "a/../b.safetensors", "..\\other\\model.safetensors", "C:model.safetensors", "model\0.safetensors",
+        "model.safetensors\n", "config.json",
+    )  # fmt: skip
+    for name in hostile:
+        index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "fine.safetensors"}}
+        (good / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="which is no safetensors file or lies outside its folder") as error:
+            load_pretrained(good)
+        assert f"names {name!r}" in str(error.value) and opened == []
 
 
 # ---------------------------------------------------------------- saving
@@ -507,10 +713,14 @@ def test_the_first_family_that_fits_or_the_one_that_is_named(tmp_path):
     config = ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, dropout=0.1, router_aux_loss_coef=0.5)
     assert write_config(config)[0].model_type == "llama"
     assert write_config(config, model_type="mistral")[1]["sliding_window"] is None
-    with pytest.raises(ValueError, match="qwen3 can express this model: qwen3 lacks|qwen3 lacks qk_norm=False"):
+    with pytest.raises(ValueError, match="^qwen3 cannot express this model: qwen3 lacks qk_norm=False$"):
         write_config(config, model_type="qwen3")
-    with pytest.raises(ValueError, match="model_type='bert' is none of gpt2"):
-        save_pretrained(DecoderModel(config), tmp_path / "x", model_type="bert")
+    for name in ("bert", "../../bert", ["llama"], ""):
+        with pytest.raises(ValueError, match="^model_type=.* is none of gpt2") as error:
+            save_pretrained(DecoderModel(config), tmp_path / "x", model_type=name)
+        assert repr(name) in str(error.value) and list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="vocab_size=None: give"):
+        write_config(ModelConfig())
 
 
 def tiny(**changes):
@@ -542,6 +752,34 @@ def test_all_or_nothing(tmp_path, monkeypatch):
     assert save_pretrained(model, tmp_path / "new" / "deep").is_dir()
 
 
+def test_links_and_the_current_folder(tmp_path, monkeypatch):
+    model = tiny()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert save_pretrained(model, tmp_path / "link") == tmp_path / "link"
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", ""):
+        with pytest.raises(ValueError, match="is the current folder, which cannot be replaced"):
+            save_pretrained(model, name)
+    assert Path.cwd().exists() and list(Path.cwd().iterdir()) == []
+    assert save_pretrained(model, "inside") == Path("inside") and load_pretrained("inside")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "link", "real"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX permissions")
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    tokenizer = BPETokenizer.train(["a b c a b c abc"] * 9, vocab_size=264)
+    for umask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(umask)
+        try:
+            folder = save_pretrained(tiny(), tmp_path / f"{umask}", tokenizer=tokenizer, max_shard_size=20_000)
+        finally:
+            os.umask(before)
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
 def test_the_folder_gets_its_name_last_and_in_one_step(tmp_path, monkeypatch):
     seen = []
 
@@ -566,6 +804,9 @@ pretrained.save_pretrained(model, {str(tmp_path / "x")!r})
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     assert not (tmp_path / "x").exists()
+    [left] = tmp_path.iterdir()  # nobody was there to delete it
+    assert re.fullmatch(r"\.x\.\d+\.tmp", left.name)
+    assert save_pretrained(tiny(), tmp_path / "x").is_dir()  # and it is in nobody's way
 
 
 def test_shards_and_their_index(tmp_path):
@@ -586,6 +827,14 @@ def test_wrong_things_are_not_saved(tmp_path):
     moe.layers[1].mlp.gate.expert_bias[0] = 0.1
     with pytest.raises(ValueError, match=r"layers.1.mlp.gate.expert_bias is not zero"):
         save_pretrained(moe, tmp_path / "x")
+    for value in (torch.nan, torch.inf):
+        broken = tiny()
+        broken.layers[1].mlp.up_proj.weight.data[3, 5] = value
+        with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight has numbers that are not finite as torch.float32"):
+            save_pretrained(broken, tmp_path / "x")
+    for size in (0, -5, True, float("nan"), 1e9, "5GB", None):
+        with pytest.raises(ValueError, match="max_shard_size=.* must be a number of bytes"):
+            save_pretrained(tiny(), tmp_path / "x", max_shard_size=size)
     with pytest.raises(ValueError, match="expected a DecoderModel"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "x")
     with pytest.raises(ValueError, match="cannot open a SimpleCharacterTokenizer"):
@@ -612,6 +861,14 @@ def test_the_tokenizer_goes_along(kind, tmp_path):
     assert bare.eos_token_id is bare.bos_token_id is None  # not Llama's 1 and 2
 
 
+def test_a_tokenizer_of_pieces_is_refused(tmp_path):
+    pieces = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2}, merges=[]))
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="it is not byte-level BPE"):
+        BPETokenizer.load(tmp_path)
+
+
 # ---------------------------------------------------------------- the hub
 
 
@@ -631,9 +888,26 @@ def test_the_hub(published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewrite(folder, (tmp_path / "org").mkdir() or tmp_path / "org" / "name")
     assert pretrained_folder("org/name") == (tmp_path / "org" / "name").relative_to(tmp_path) and len(asked) == 1  # a path wins
-    for name in ("gpt2", "/no/such/folder", "a/b/c", "../x y"):
-        with pytest.raises(FileNotFoundError, match="is no folder, and no name on the hub"):
+    climbing = (
+        "../x",
+        "../..",
+        "..",
+        "./x",
+        "org/..",
+        "org/.",
+        "../../etc/passwd",
+        "org/..x",
+        "org/x..y",
+        "..\\x",
+        "org/x\0",
+        ".org/x",
+    )
+    for name in ("gpt2", "/no/such/folder", "a/b/c", "../x y", "org/x\n", *climbing):
+        if Path(name).is_dir():
+            continue  # a path that the user types may lead anywhere
+        with pytest.raises(FileNotFoundError, match="is no folder, and no name on the hub") as error:
             load_pretrained(name)
+        assert repr(name) in str(error.value) and len(asked) == 1  # nobody was asked
 
     def fails(name, allow_patterns):
         raise OSError("the network is down")

@@ -1,18 +1,23 @@
 """The transformer block at its edges: every option against Hugging Face's blocks, causality, caches, wrong arguments."""
 
 import copy
+import dataclasses
+import inspect
 import math
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_cache import Cache
 from torch import nn
 from torch.testing import assert_close
 
 from llm_course.model.attention import causal_mask, padding_mask
+from llm_course.model.decoder import ModelConfig
 from llm_course.model.embedding import RotaryEmbedding
 from llm_course.model.mlp import MLP
 from llm_course.model.moe import MoE
@@ -140,6 +145,9 @@ def test_options_reach_the_parts():
         (dict(residual_multiplier=-1.0), "residual_multiplier=-1.0"),
         (dict(residual_multiplier=math.nan), "residual_multiplier=nan"),
         (dict(residual_multiplier=math.inf), "residual_multiplier=inf"),
+        (dict(residual_multiplier=None), "residual_multiplier=None must be positive and finite"),
+        (dict(residual_multiplier="0.5"), "residual_multiplier='0.5'"),
+        (dict(residual_multiplier=True), "residual_multiplier=True"),
         (dict(use_moe=True, mlp_bias=True), "set mlp_bias=False"),
         (dict(use_moe=True, top_k=9), "top_k=9"),
         (dict(num_heads=3), "num_heads=3"),
@@ -169,6 +177,30 @@ def test_forward_refuses_what_does_not_fit(position):
             block(x)
     with pytest.raises(ValueError, match="does not broadcast"):
         block(torch.randn(2, 5, 16), mask=torch.ones(2, 5, dtype=torch.bool))
+
+
+@KIND
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_type_is_refused_in_words(options, dtype):
+    block, x = random_block(**options), torch.randn(2, 5, 16)
+    with pytest.raises(ValueError, match=f"x is {dtype} and the weights are torch.float32: convert one"):
+        block(x.to(dtype))
+    with pytest.raises(ValueError, match=f"x is torch.float32 and the weights are {dtype}: convert one"):
+        copy.deepcopy(block).to(dtype)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(x.bfloat16())[0].isfinite().all()
+
+
+@KIND
+def test_a_block_without_memory_has_shapes(options):
+    y, stats = random_block(**options).to("meta")(torch.empty(2, 5, 16, device="meta"))
+    assert y.is_meta and y.shape == (2, 5, 16) and (stats is None or stats.tokens_per_expert.shape == (4,))
+
+
+def test_every_option_is_a_field_of_the_model():
+    """The decoder finds a block's options by name in ModelConfig, so a field of another name would silently not arrive."""
+    ours = set(inspect.signature(TransformerBlock).parameters)
+    assert ours - {field.name for field in dataclasses.fields(ModelConfig)} == {"layer_index"}
 
 
 def test_build_norm():
@@ -210,17 +242,6 @@ def test_no_future_leaks(options, extra):
         for t in range(6):
             (gradient,) = torch.autograd.grad(block(x, mask=mask)[0][0, t].sum(), x)
             assert gradient[0, t + 1 :].abs().sum() == 0 and gradient[0, t].abs().sum() > 0
-
-
-class Cache:
-    def __init__(self):
-        self.layers = {}
-
-    def update(self, layer_index, k, v):
-        if layer_index in self.layers:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self.layers[layer_index], (k, v), strict=True))
-        self.layers[layer_index] = k, v
-        return k, v
 
 
 @settings(max_examples=20, deadline=None)
@@ -461,3 +482,14 @@ def test_same_on_an_accelerator(options):
     expected, _ = block(x, position_embeddings=turn)
     got, _ = block.to(ACCELERATOR)(x.to(ACCELERATOR), position_embeddings=tuple(t.to(ACCELERATOR) for t in turn))
     assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("experts", [{}, dict(use_moe=True, num_experts=np.int64(4), top_k=np.int8(2))])
+def test_sizes_of_numpy_compile_as_one_graph(experts):
+    """A NumPy number that is left in a layer would break the graph, so the layers keep Python's ints."""
+    sizes = dict(num_heads=np.int64(4), num_kv_heads=np.uint8(2), head_dim=np.int32(4), intermediate_size=np.int64(24))
+    torch.manual_seed(0)
+    block, x = TransformerBlock(np.int64(16), **sizes, sliding_window=np.int16(3), **experts), torch.randn(2, 7, 16)
+    turn = RotaryEmbedding(4)(torch.arange(7))
+    compiled = torch.compile(copy.deepcopy(block), backend="eager", fullgraph=True)
+    assert_close(compiled(x, position_embeddings=turn)[0], block(x, position_embeddings=turn)[0])

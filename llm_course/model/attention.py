@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .embedding import apply_rotary
+from .embedding import _check_sizes, apply_rotary
 from .normalization import RMSNorm
 
 # %% ../../nbs/05_attention.ipynb #ce8c8382
@@ -189,10 +189,12 @@ class MultiHeadAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = dict(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
-        for name, size in (sizes | dict(head_dim=head_dim, sliding_window=sliding_window)).items():
-            if size is not None and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size} must be a whole number of at least 1")
+        sizes = _check_sizes(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        hidden_size, num_heads, num_kv_heads = sizes
+        if head_dim is not None:
+            (head_dim,) = _check_sizes(head_dim=head_dim)
+        if sliding_window is not None:
+            (sliding_window,) = _check_sizes(sliding_window=sliding_window)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:

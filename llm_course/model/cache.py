@@ -7,11 +7,29 @@ __all__ = ['KVCache']
 
 # %% ../../nbs/10_cache.ipynb #81ea3a5a
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-# %% ../../nbs/10_cache.ipynb #17db56cf
+from .embedding import _check_sizes
+
+# %% ../../nbs/10_cache.ipynb #14cb904d
+def _append(buffer: Tensor, new: Tensor, first: int, filled: int) -> tuple[Tensor, int]:
+    """Write `new` (B, K, T, D) behind `filled` places of `buffer` (B, K, size, D).
+
+    Returns everything from place `first` on, and how many places are in use now.
+    """
+    end = filled + new.shape[2]
+    if end <= buffer.shape[2]:
+        buffer[:, :, filled:end] = new
+        return buffer[:, :, first:end], end
+    joined = torch.cat((buffer[:, :, first:filled], new), dim=2)  # T queries may read more than the buffer holds
+    kept = min(joined.shape[2], buffer.shape[2] // 2)  # the buffer of a window has 2W places: keep W
+    buffer[:, :, :kept] = joined[:, :, -kept:]
+    return joined, kept
+
+# %% ../../nbs/10_cache.ipynb #40c80756
 class KVCache:
     """Keys and values of all layers, for up to `max_length` positions, in buffers made at the first use and written in place.
 
@@ -19,29 +37,36 @@ class KVCache:
     the window W of each layer, None for a layer that reads everything: S is all positions so far there, and with a window at most
     W - 1 + T, in a buffer of at most 2W. Layers that are not named keep everything, which is right for every model.
 
-    ValueError where more than `max_length` positions come, or keys that do not fit the buffers. For inference: no gradient flows.
+    They are views of the buffers, valid until the next call. For inference: no gradient flows into what is kept, and a cache that
+    is begun under `torch.inference_mode()` is used under it. ValueError where more than `max_length` positions come, or keys or
+    values that do not fit the buffers.
     """
 
     def __init__(self, max_length: int, *, windows: Sequence[int | None] = ()):
-        if max_length < 1 or any(window is not None and window < 1 for window in windows):
-            raise ValueError(f"max_length={max_length} and windows={tuple(windows)}: each must be at least 1 (None: no window)")
-        self.max_length = max_length
-        self._windows = dict(enumerate(windows))
+        (self.max_length,) = _check_sizes(max_length=max_length)
+        self._windows = {i: None if W is None else _check_sizes(**{f"windows[{i}]": W})[0] for i, W in enumerate(windows)}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer, (B, K, size, D)
         self._filled: dict[int, int] = {}  # places in use
         self._forgotten: dict[int, int] = {}  # positions that had to go; 0 without a window
 
     @property
     def length(self) -> int:
-        """Positions seen by every layer."""
-        return min((self._filled[layer] + self._forgotten[layer] for layer in self._filled), default=0)
+        """Positions that every layer used so far has seen."""
+        seen = [self._filled[layer] + self._forgotten[layer] for layer in self._filled]
+        return min(seen) if seen else 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of the buffers."""
         return sum(t.numel() * t.element_size() for buffers in self._buffers.values() for t in buffers)
 
+    def __repr__(self) -> str:
+        return f"KVCache(max_length={self.max_length}, length={self.length}, layers={len(self._buffers)})"
+
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if k.ndim != 4 or v.shape != k.shape:
+            raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected one shape (B, K, T, D)")
+        k, v = k.detach(), v.detach()  # else the buffers would hold the graph of all earlier steps
         B, K, T, D = k.shape
         window = self._windows.get(layer_index)
         if layer_index not in self._buffers:
@@ -51,29 +76,28 @@ class KVCache:
         keys, values = self._buffers[layer_index]
         if (B, K, D) != (keys.shape[0], keys.shape[1], keys.shape[3]):
             raise ValueError(f"keys {tuple(k.shape)} do not fit buffers {tuple(keys.shape)}: a new batch needs a new KVCache")
+        if (k.dtype, v.dtype) != (keys.dtype, values.dtype):
+            raise ValueError(f"{k.dtype} and {v.dtype} after {keys.dtype} and {values.dtype}: another dtype needs a new KVCache")
         start = self._filled[layer_index]
-        end = start + T
-        if end + self._forgotten[layer_index] > self.max_length:
-            position = end + self._forgotten[layer_index]
+        position = self._forgotten[layer_index] + start + T
+        if position > self.max_length:
             raise ValueError(f"{position} positions do not fit a KVCache of max_length={self.max_length}: make a longer one")
         first = 0 if window is None else max(0, start - window + 1)  # the oldest place that a new query reads
-        if end > keys.shape[2]:  # a window's buffer is full: move what is still read to its front
-            k, v = torch.cat((keys[:, :, first:start], k), dim=2), torch.cat((values[:, :, first:start], v), dim=2)
-            kept = min(k.shape[2], keys.shape[2] // 2)
-            keys[:, :, :kept], values[:, :, :kept] = k[:, :, -kept:], v[:, :, -kept:]
-            self._filled[layer_index] = kept
-            self._forgotten[layer_index] += end - kept
-            return k, v
-        keys[:, :, start:end], values[:, :, start:end] = k, v
-        self._filled[layer_index] = end
-        return keys[:, :, first:end], values[:, :, first:end]
+        (k, filled), (v, _) = _append(keys, k, first, start), _append(values, v, first, start)
+        self._filled[layer_index], self._forgotten[layer_index] = filled, position - filled
+        return k, v
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on. ValueError where a window has forgotten what the next query would read."""
-        for layer, filled in self._filled.items():
-            left = min(filled, length - self._forgotten[layer])
+        """Forget the positions from `length` on; where fewer are held, nothing changes.
+
+        ValueError, and nothing changes, where a window has forgotten what the next query would read.
+        """
+        if not isinstance(length, Integral) or length < 0:
+            raise ValueError(f"length={length!r} must be a whole number of at least 0")
+        left = {layer: min(filled, int(length) - self._forgotten[layer]) for layer, filled in self._filled.items()}
+        for layer, places in left.items():
             needed = min(length, (self._windows.get(layer) or 1) - 1)
-            if left < needed:
-                kept = f"layer {layer} keeps {max(left, 0)} positions before it and needs {needed}"
+            if places < needed:
+                kept = f"layer {layer} keeps {max(places, 0)} positions before it and needs {needed}"
                 raise ValueError(f"length={length}: {kept}. Leave its window out of `windows`")
-            self._filled[layer] = left
+        self._filled = left

@@ -7,11 +7,13 @@ __all__ = ['linear_cross_entropy']
 
 # %% ../../nbs/09_cross_entropy.ipynb #e769b589
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .embedding import _check_sizes
 from ..text.batches import IGNORE_INDEX
 
 # %% ../../nbs/09_cross_entropy.ipynb #6ca24994
@@ -24,13 +26,16 @@ def _one_chunk(
     logits = (h @ weight.T).to(torch.promote_types(h.dtype, torch.float32))  # (n, C) @ (C, V) -> (n, V)
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
-    cap_slope = 1 - (logits / softcap).square() if softcap is not None and with_slope else None
+    cap_slope = (logits / softcap).square_().neg_().add_(1) if softcap is not None and with_slope else None  # a second table
     largest = logits.amax(dim=-1, keepdim=True)  # (n, 1)
-    right = logits.gather(-1, target) - largest
+    right = logits.gather(-1, target) - largest  # the label's logit, less the largest
     powers = logits.sub_(largest).exp_()  # in the place of the logits
     total = powers.sum(dim=-1, keepdim=True)  # (n, 1), between 1 and V
     lse = total.log() + largest
-    loss = (total.log() - right + z_loss_coef * lse.square()).masked_fill(ignored, 0).sum()
+    loss = total.log() - right
+    if z_loss_coef:  # not 0 * lse^2, which is NaN where the square overflows
+        loss = loss + z_loss_coef * lse.square()
+    loss = loss.masked_fill(ignored, 0).sum()
     if not with_slope:
         return loss, None
     slope = powers.mul_((1 + 2 * z_loss_coef * lse) / total)  # p, with what the z-loss adds
@@ -44,7 +49,10 @@ def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, z_loss_coef: float, chunk_size: int,
     for_hidden: bool, for_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, and its gradients with respect to `hidden` (N, C) and `weight` (V, C), empty where not asked for."""
+    """The summed loss, and its gradients with respect to `hidden` (N, C) and `weight` (V, C), empty where not asked for.
+
+    What it holds at once is what `training_memory` (the page on costs) counts as `loss`: change both.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_zeros((), dtype=wide)
     d_hidden = torch.empty_like(hidden if for_hidden else hidden[:0])
@@ -67,10 +75,10 @@ def _loss_and_gradients(
     return loss, d_hidden, d_weight.to(weight.dtype)
 
 
-_opaque = torch.library.custom_op("llm_course::linear_cross_entropy", _loss_and_gradients, mutates_args=())
+_as_one_operator = torch.library.custom_op("llm_course::linear_cross_entropy", _loss_and_gradients, mutates_args=())
 
 
-@_opaque.register_fake
+@_as_one_operator.register_fake
 def _(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, z_loss_coef: float, chunk_size: int,
     for_hidden: bool, for_weight: bool,
@@ -84,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, z_loss_coef: float, chunk_size: int
     ) -> Tensor:
-        compute = _opaque if torch.compiler.is_compiling() else _loss_and_gradients
+        compute = _as_one_operator if torch.compiler.is_compiling() else _loss_and_gradients
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         loss, *gradients = compute(hidden, weight, labels, softcap, z_loss_coef, chunk_size, for_hidden, for_weight)
         ctx.save_for_backward(*gradients)
@@ -110,31 +118,42 @@ def linear_cross_entropy(
 
     `hidden` is (..., C), `weight` (V, C), `labels` (...) int64 or int32, with IGNORE_INDEX where there is no target. `softcap`
     bounds the logits by a tanh, `z_loss_coef` adds that times the squared log-sum-exp of each target. Holds the logits of
-    `chunk_size` places only, and computes gradients in the forward pass if they are enabled; there is no second derivative.
-    Under autocast the products are in its type. Raises ValueError for shapes, types or options that do not fit, and, but for
-    CUDA and compiled code, for a label that is neither IGNORE_INDEX nor in 0..V-1.
+    `chunk_size` places only, and computes gradients in the forward pass if they are enabled; there is no second derivative, and
+    no `torch.func`. Under autocast the products are in its type, but for float64. The gradient of the *sum* must fit the type of
+    `weight`: in float16 that of many tokens overflows, and no scaling of the loss helps; take bfloat16. Raises ValueError for
+    shapes, types or options that do not fit, and, on a CPU or MPS, not compiled, for a label not in 0..V-1 nor IGNORE_INDEX.
     Source: Hsu et al. 2024, "Liger Kernel", section 3.2; Gemma 2 report, section 2 (softcap); Chowdhery et al. 2022 (z-loss).
     """
     _check(hidden, weight, labels, softcap, z_loss_coef, chunk_size)
     if not torch.is_grad_enabled():
         hidden, weight = hidden.detach(), weight.detach()  # no gradient is asked for, so none is computed
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    device = hidden.device.type
+    if _converts(hidden, weight):
+        hidden, weight = (t.to(torch.get_autocast_dtype(device)) for t in (hidden, weight))
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():  # not on "meta"
         return _LinearCrossEntropy.apply(
             hidden.reshape(-1, weight.shape[1]), weight, labels.reshape(-1).long(), softcap, z_loss_coef, chunk_size
         )
 
 
+def _converts(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether autocast acts here: as in `nn.Linear`, not on float64."""
+    device = hidden.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return enabled and torch.float64 not in (hidden.dtype, weight.dtype)
+
+
 def _check(
     hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, z_loss_coef: float, chunk_size: int
 ) -> None:
+    for name, t in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} is a {type(t).__name__}, expected a tensor")
     if weight.ndim != 2 or 0 in weight.shape or hidden.shape[-1:] != weight.shape[1:] or labels.shape != hidden.shape[:-1]:
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}"
         raise ValueError(f"{shapes}: expected (..., C), (V, C) and (...)")
     floating = hidden.is_floating_point() and weight.is_floating_point()
-    if not floating or (hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type)):
+    if not floating or (hidden.dtype != weight.dtype and not _converts(hidden, weight)):
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating-point type: convert by .to")
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"labels have dtype {labels.dtype}, expected int64 or int32: convert whole numbers with .long()")
@@ -142,8 +161,7 @@ def _check(
         raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
     if not 0 <= z_loss_coef < math.inf:
         raise ValueError(f"z_loss_coef={z_loss_coef} must be finite and not negative: 1e-4 is usual, 0 is none")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    _check_sizes(chunk_size=chunk_size)
     if labels.device.type in ("cpu", "mps") and not torch.compiler.is_compiling():
         wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= weight.shape[0]))
         if wrong.any():

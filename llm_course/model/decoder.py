@@ -34,15 +34,19 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     if get_origin(kind) is list and isinstance(value, list | tuple):
         return [_checked(f"{name}[{index}]", item, get_args(kind)[0]) for index, item in enumerate(value)]
     if kind is RopeScaling and isinstance(value, Mapping):  # as it stands in a YAML file
-        return RopeScaling(**value)
-    zero = name.endswith("_coef") or name in ("dropout", "num_mtp_layers")  # is allowed
-    number = isinstance(value, Real) and not isinstance(value, bool) and (zero if value == 0 else 0 < float(value) < math.inf)
+        try:
+            return RopeScaling(**value)
+        except TypeError as error:  # a key that it does not have, or one that it needs
+            raise ValueError(f"{name}={dict(value)}: {error}") from None
     if get_origin(kind) is Literal:
         fits, rule = value in get_args(kind), "one of " + ", ".join(map(repr, get_args(kind)))
-    elif kind is int:
-        fits, rule = number and isinstance(value, Integral), f"a whole number of at least {0 if zero else 1}"
-    elif kind is float:
-        fits, rule = number, "a finite number " + ("of at least 0" if zero else "above 0")
+    elif kind in (int, float):
+        zero = name in ("num_mtp_layers", "dropout", "router_aux_loss_coef", "router_z_loss_coef", "mtp_loss_coef", "z_loss_coef")
+        low, high = (1, 2**63) if kind is int else (1.2e-38, 1e38)  # what int64 and float32 hold
+        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        fits = number and (zero and value == 0 or low <= (int(value) if isinstance(value, Integral) else float(value)) < high)
+        rule = f"a finite number {'of at least' if zero else 'above'} 0, also in float32"
+        rule = f"a whole number of at least {1 - zero} and below 2^63" if kind is int else rule
     else:
         fits, rule = isinstance(value, get_origin(kind) or kind), f"a {kind.__name__}"
     if not fits:
@@ -50,12 +54,12 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
     return kind(value) if kind in (int, float) else value
 
 # %% ../../nbs/09_decoder.ipynb #b5b55b07
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, frozen=True)
 class ModelConfig:
-    """The shape of a `DecoderModel`; checked at construction. Where names differ from Hugging Face's, chapter 11 translates.
+    """The shape of a `DecoderModel`; checked at construction, and fixed: `dataclasses.replace` makes another.
 
     `dataclasses.asdict` gives plain values, and `ModelConfig(**those)` the same configuration again. Raises ValueError for a
-    value that is not of the annotated type or out of range, and for two that do not go together.
+    value of another type than annotated or out of range, and for two that do not go together. Their names elsewhere: chapter 11.
 
     Attributes:
         vocab_size: entries of the vocabulary (V); None means that the tokenizer decides.
@@ -143,7 +147,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            setattr(self, field.name, _checked(field.name, getattr(self, field.name), field.type))
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name), field.type))
         C, H, D, L, E = self.hidden_size, self.num_heads, self.resolved_head_dim, self.num_layers, self.num_experts
         rope, types, shared = self.position_type == "rope", self.layer_types, self.shared_expert_intermediate_size
         for wrong, message in (
@@ -151,7 +155,7 @@ class ModelConfig:
             (H % (self.num_kv_heads or H), f"num_heads={H} must be a multiple of num_kv_heads={self.num_kv_heads}"),
             (rope and D % 2, f"head_dim={D} must be even: RoPE turns pairs"),
             (self.position_type == "sinusoidal" and C % 2, f"hidden_size={C} must be even for sinusoidal positions"),
-            (self.rope_theta <= 1, f"rope_theta={self.rope_theta} must be above 1: usual are 10000 to 1000000"),
+            (rope and self.rope_theta <= 1, f"rope_theta={self.rope_theta} must be above 1: usual are 10000 to 1000000"),
             (self.rope_scaling and not rope, f"rope_scaling needs position_type='rope', not {self.position_type!r}"),
             (types and not self.sliding_window, "layer_types needs sliding_window: the tokens that a windowed layer reads"),
             (types is not None and len(types) != L, f"layer_types={types} must have num_layers={L} entries"),
@@ -166,7 +170,7 @@ class ModelConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """A published model by its name in `PRESETS`, with `changes` to its values. Raises ValueError for another name."""
-        if name not in PRESETS:
+        if name not in list(PRESETS):
             raise ValueError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
 
@@ -234,8 +238,7 @@ class MultiTokenPrediction(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         C = config.hidden_size
-        self.hidden_norm = build_norm(config.norm_type, C, eps=config.rms_norm_eps)
-        self.embedding_norm = build_norm(config.norm_type, C, eps=config.rms_norm_eps)
+        self.hidden_norm, self.embedding_norm = (build_norm(config.norm_type, C, eps=config.rms_norm_eps) for _ in range(2))
         self.eh_proj = nn.Linear(2 * C, C, bias=False)
         self.block = _build_block(config, config.num_layers - 1, use_moe=False)
 
@@ -250,23 +253,21 @@ class DecoderModel(nn.Module):
     Weights start normal with `initializer_range`; the projections that write to the residual stream start smaller, by
     sqrt(2 * num_layers), so that the stream's scale does not grow with depth (Radford et al. 2019, section 2.3).
     `activation_checkpointing` = True keeps only each block's input for backward, and computes the rest again there.
-    With `tie_word_embeddings` one tensor has two names: a file may leave out `lm_head.weight`, the other name loads both.
-    Raises ValueError where `config.vocab_size` is None.
+    With `tie_word_embeddings` one tensor has two names: a file may leave out `lm_head.weight`, the embedding table loads both.
+    Raises ValueError where `config.vocab_size` is None, and `load_state_dict` where a file has two different tensors for a tie.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
-        C, V = config.hidden_size, config.vocab_size
+        C, V, D, rope = config.hidden_size, config.vocab_size, config.resolved_head_dim, config.position_type == "rope"
         self.config, self.activation_checkpointing = config, False
         self.embedding = EmbeddingLayer(
             V, C, position_type="none" if config.position_type == "rope" else config.position_type, dropout=config.dropout,
             max_position_embeddings=config.max_position_embeddings, embedding_scale=config.embedding_scale,
         )  # fmt: skip
-        self.rotary: RotaryEmbedding | None = None
-        if config.position_type == "rope":
-            self.rotary = RotaryEmbedding(config.resolved_head_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling)
+        self.rotary = RotaryEmbedding(D, rope_theta=config.rope_theta, scaling=config.rope_scaling) if rope else None
         self.layers = nn.ModuleList(_build_block(config, index) for index in range(config.num_layers))
         post = config.norm_position == "post"  # then the last block has normalised its output
         self.norm = nn.Identity() if post else build_norm(config.norm_type, C, eps=config.rms_norm_eps)
@@ -295,8 +296,11 @@ class DecoderModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         head, table = "lm_head.weight", "embedding.embed_tokens.weight"
-        if strict and self.config.tie_word_embeddings and table in state_dict:
-            state_dict = {head: state_dict[table]} | dict(state_dict)
+        if self.config.tie_word_embeddings and table in state_dict:
+            one, two = state_dict[table], state_dict.get(head, state_dict[table])
+            if one is not two and not one.is_meta and not torch.equal(one, two):
+                raise ValueError(f"{head} is not {table}, but tie_word_embeddings=True: load into a model with False")
+            state_dict = ({head: one} if strict else {}) | dict(state_dict)
         result = super().load_state_dict(state_dict, strict, assign)
         self._tie()  # assign=True puts in two parameters
         return result
@@ -311,49 +315,49 @@ class DecoderModel(nn.Module):
         `input_ids` is (B, T). `labels` (B, T) are already the next tokens, IGNORE_INDEX where there is no target.
         `position_ids`, (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for padding, S = T without a cache.
         `document_ids`, (B, T), keep attention inside each document of a packed row. With a `cache` the keys and values of
-        earlier calls are seen too, and `position_ids` must go on from there: the cache, not the model, knows when it is full.
+        earlier calls are seen too: S counts them, and `position_ids` must go on from there, which only the caller can know.
         `logits_to_keep=n` gives the logits of the last n positions only. In training, `loss_sum` holds the z-loss too, and
         `aux_loss` the loss of the further tokens. B may be 0. Raises ValueError for what does not fit, and for T = 0.
         """
-        self._check(input_ids, labels=labels, document_ids=document_ids, attention_mask=attention_mask if cache is None else None)
+        ids = dict(position_ids=position_ids, labels=labels, document_ids=document_ids, attention_mask=attention_mask)
+        self._check(cache, input_ids, **ids)
         if cache is not None and (position_ids is None or document_ids is not None):
             raise ValueError("with a cache, position_ids must be given: they go on from what it holds. document_ids must not")
-        if logits_to_keep is not None and (labels is not None or logits_to_keep < 1):
-            raise ValueError(f"logits_to_keep={logits_to_keep} must be at least 1, and with labels there are no logits to keep")
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if logits_to_keep is not None and (labels is not None or not isinstance(logits_to_keep, int) or logits_to_keep < 1):
+            raise ValueError(f"logits_to_keep={logits_to_keep} must be an int of at least 1, and with labels there are no logits")
+        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
         mask = None if attention_mask is None else padding_mask(attention_mask)
         if document_ids is not None:
             mask = document_mask(document_ids) if mask is None else mask & document_mask(document_ids)
-        context: dict[str, Any] = dict(mask=mask, position_embeddings=self.rotary and self.rotary(position_ids))
+        context: dict[str, Any] = dict(mask=mask, position_embeddings=None if self.rotary is None else self.rotary(position_ids))
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         stats: list[RouterStats] = []
         for layer in self.layers:
-            if recompute:
-                x, routed = checkpoint(layer, x, use_reentrant=False, **context)
-            else:
-                x, routed = layer(x, cache=cache, **context)
-            if routed is not None:
-                stats.append(routed)
+            x, routed = checkpoint(layer, x, use_reentrant=False, **context) if recompute else layer(x, cache=cache, **context)
+            stats += [] if routed is None else [routed]
         aux_loss = sum((s.aux_loss for s in stats), start=x.new_zeros((), dtype=torch.float32))
         load = torch.stack([s.tokens_per_expert for s in stats]) if stats else None  # (L, E)
         if labels is None:
-            kept = x if logits_to_keep is None else x[:, -logits_to_keep:]
-            return DecoderOutput(self._logits(kept), aux_loss, tokens_per_expert=load)
+            logits = self._logits(x if logits_to_keep is None else x[:, -logits_to_keep:])
+            return DecoderOutput(logits, aux_loss, tokens_per_expert=load)
         loss_sum, num_targets = self._loss(x, labels), (labels != IGNORE_INDEX).sum()
         if self.mtp and self.training:
-            further = self._further_loss(x, input_ids, labels, document_ids, position_ids, context)
+            further = self._further_loss(x, input_ids, labels, document_ids, position_ids, **context)
             aux_loss = aux_loss + further / num_targets.clamp(min=1)
         return DecoderOutput(None, aux_loss, loss_sum, num_targets, load)
 
-    def _check(self, input_ids: Tensor, **others: Tensor | None) -> None:
-        shape, limit = tuple(input_ids.shape), self.config.max_position_embeddings
+    def _check(self, cache: KeyValueCache | None, input_ids: Tensor, **others: Tensor | None) -> None:
+        shape, limit = tuple(getattr(input_ids, "shape", ())), self.config.max_position_embeddings  # a list has no shape
         if len(shape) != 2 or not 1 <= shape[1] <= limit:
             raise ValueError(f"input_ids has shape {shape}, expected (B, T) with T from 1 to max_position_embeddings={limit}")
-        for name, other in others.items():
-            if other is not None and other.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(other.shape)}, expected {shape} as input_ids")
+        (B, T), held = shape, 0 if cache is None else getattr(cache, "length", None)  # None: it does not say
+        fits: dict[str, Any] = dict(position_ids=[shape, (1, T), (T,)], attention_mask=[] if held is None else [(B, held + T)])
+        for name, ids in [("input_ids", input_ids), *others.items()]:
+            if ids is not None and (not isinstance(ids, Tensor) or ids.is_floating_point()):
+                raise ValueError(f"{name} is {getattr(ids, 'dtype', type(ids))}, expected a tensor of whole numbers")
+            if ids is not None and (expected := fits.get(name, [shape])) and tuple(ids.shape) not in expected:
+                raise ValueError(f"{name} has shape {tuple(ids.shape)}, expected {' or '.join(map(str, expected))}")
 
     def _logits(self, x: Tensor) -> Tensor:
         logits, cap = self.lm_head(self.norm(x)), self.config.final_logit_softcapping
@@ -364,15 +368,18 @@ class DecoderModel(nn.Module):
         return linear_cross_entropy(self.norm(x), self.lm_head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef)
 
     def _further_loss(
-        self, x: Tensor, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, position_ids: Tensor,
-        context: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, position_ids: Tensor, **context: Any
+    ) -> Tensor:
         """The weighted loss of the further tokens, summed over their targets. Source: DeepSeek-V3 report, equations 24 and 25."""
+
+        def one_further(ids: Tensor, fill: int) -> Tensor:  # at each place what stands at the next; only `shift` ever shifts
+            return shift(F.pad(ids, (0, 1), value=fill))["labels"]
+
         total, following = x.new_zeros((), dtype=torch.float32), document_ids
         for layer in self.mtp:
-            input_ids, labels = _one_further(input_ids, 0), _one_further(labels, IGNORE_INDEX)
+            input_ids, labels = one_further(input_ids, 0), one_further(labels, IGNORE_INDEX)
             if document_ids is not None and following is not None:
-                following = _one_further(following, -1)
+                following = one_further(following, -1)
                 labels = labels.masked_fill(following.ne(document_ids), IGNORE_INDEX)  # this token is of another document
             x = layer(x, self.embedding(input_ids, position_ids), **context)
             total = total + self._loss(x, labels)
@@ -381,14 +388,13 @@ class DecoderModel(nn.Module):
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Balance the experts without a loss: call it after each step with its loads (L, E). See `Router.update_bias`."""
         routers = [module for module in self.modules() if isinstance(module, Router)]
-        for router, load in zip(routers, tokens_per_expert, strict=True):  # ValueError where the numbers of layers differ
+        found, expected = getattr(tokens_per_expert, "shape", None), (len(routers), self.config.num_experts)
+        if not routers or found != expected:
+            raise ValueError(f"tokens_per_expert has shape {found}, expected {expected}: a row for each layer with experts")
+        for router, load in zip(routers, tokens_per_expert, strict=True):
             router.update_bias(load, rate=rate)
 
     def num_parameters(self) -> int:
-        """Trainable numbers; a tied table counts once."""
+        """All learned numbers, frozen ones too; a tied table counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-
-def _one_further(ids: Tensor, fill: int) -> Tensor:
-    """(B, T): at each place the entry of the place after it, and `fill` at the last."""
-    return shift(F.pad(ids, (0, 1), value=fill))["labels"]

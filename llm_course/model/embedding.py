@@ -22,10 +22,14 @@ def _frequencies(size: int, base: float, *, factor: float = 1.0, device: torch.d
     wavelengths = base ** (torch.arange(0, size, 2, device=device).float() / size)  # for one radian
     return 1.0 / (factor * wavelengths)  # in this order, so that it is rounded as in Hugging Face's models
 
-def _check_sizes(**sizes: int | None) -> None:
+def _check_sizes(**sizes: int | None) -> tuple[int, ...]:
+    """The sizes as Python's ints, also from NumPy's: `torch.compile` refuses those in a forward pass."""
+    checked: list[int] = []
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:  # numpy's integers are Integral too
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:  # NumPy's integers are Integral too
             raise ValueError(f"{name}={size!r} must be a whole number of at least 1: give an int, not a float, a text or None")
+        checked.append(int(size))
+    return tuple(checked)
 
 def _check_pairs(size_name: str, size: int, base_name: str = "base", base: float = 10_000.0) -> None:
     _check_sizes(**{size_name: size})
@@ -233,7 +237,7 @@ class EmbeddingLayer(nn.Module):
         max_position_embeddings: int | None = None, embedding_scale: float = 1.0, dropout: float = 0.0,
     ):  # fmt: skip
         super().__init__()
-        _check_sizes(vocab_size=vocab_size, hidden_size=hidden_size)
+        vocab_size, hidden_size = _check_sizes(vocab_size=vocab_size, hidden_size=hidden_size)
         if position_type not in ("none", "sinusoidal", "learned"):
             raise ValueError(f"position_type={position_type!r} must be 'none' (also for RoPE), 'sinusoidal' or 'learned'")
         if position_type == "sinusoidal":

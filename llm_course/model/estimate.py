@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .decoder import DecoderModel, ModelConfig
+from .embedding import _check_sizes
 from ..text.batches import shift
 
 # %% ../../nbs/09_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):
-    """Trainable numbers of a model, by part; a tied table counts once, as `embedding`."""
+    """Learned numbers of a model, by part; a tied table counts once, as `embedding`."""
 
     embedding: int  # the table of tokens, and that of learned positions
     attention: int
@@ -126,7 +127,8 @@ def _visible_keys(T: int, window: int | None) -> float:
 
 
 def _length(config: ModelConfig, T: int) -> int:
-    if not 0 < T <= config.max_position_embeddings:
+    (T,) = _check_sizes(sequence_length=T)
+    if T > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise ValueError(f"sequence_length={T} must lie in 1..{limit}: raise max_position_embeddings={limit} for longer texts")
     return T
@@ -151,7 +153,7 @@ def _block_activations(
         stream += H
         factors += 2 * (H + K) * D
         if window is not None and window < T:
-            factors += H * D + T / B  # the result without its blind rows, and a mask
+            factors += H * D + T / B  # the result once more, and a mask (T, T) for the whole batch
     gate = 2 if config.use_glu else 0  # the gate after its bend, and the product
     bend_input = config.activation != "relu"  # the slope of relu can be read off its output
     neurons = 1 + gate + bend_input
@@ -167,7 +169,7 @@ def _block_activations(
 class TrainingMemory(NamedTuple):
     """Bytes of a training step, by part."""
 
-    weights: int  # float32, and their bfloat16 copies in mixed precision
+    weights: int  # float32; in mixed precision also the bfloat16 copies of what multiplies: no norm, no lookup
     gradients: int
     optimizer: int  # AdamW's two running means
     activations: int  # what the forward pass keeps for backward; grows with the batch
@@ -187,12 +189,11 @@ def training_memory(
     `mixed_precision` is autocast to bfloat16; weights, gradients and moments are float32. `activation_checkpointing` keeps the
     input of each block, and the rest of one block. Activations agree with what autograd keeps to 5 % (without dropout); fused
     norms and compilation keep less. Not counted: the allocator's gaps, workspace of kernels, replicas of distributed training.
-    Raises ValueError for a batch below 1, or a length that the model cannot see.
+    Raises ValueError for sizes that are no whole numbers of at least 1, and for a length that the model cannot see.
     Source: Rajbhandari et al. 2020, "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
     T, V, C = _length(config, sequence_length), _vocabulary(config), config.hidden_size
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    batch_size, chunk_size = _check_sizes(batch_size=batch_size, chunk_size=chunk_size)
     N, count, width = batch_size * T, count_parameters(config), 2 if mixed_precision else 4
     copies = 2 * (count.attention + count.mlp + count.mtp + V * C) if mixed_precision else 0
 
@@ -214,8 +215,13 @@ def training_memory(
 
 # %% ../../nbs/09_estimate.ipynb #361a1f41
 def kv_cache_bytes(config: ModelConfig, sequence_length: int, *, bytes_per_number: int = 2) -> int:
-    """What the keys and values of one text of `sequence_length` tokens take; a layer with a window keeps its last W tokens."""
+    """What the keys and values of one text of `sequence_length` tokens take; a layer with a window needs its last W tokens.
+
+    The buffers of chapter 10's `KVCache` may be larger: up to 2W there, and as many places as it was made for elsewhere.
+    Raises ValueError for a length that the model cannot see, or sizes that are no whole numbers of at least 1.
+    """
     T, (_, K, D) = _length(config, sequence_length), _heads(config)
+    (bytes_per_number,) = _check_sizes(bytes_per_number=bytes_per_number)
     tokens = sum(min(T, config.window_of(layer) or T) for layer in range(config.num_layers))
     return 2 * K * D * bytes_per_number * tokens
 
@@ -228,19 +234,28 @@ def check_device(
 
     Returns for the logits, the loss, each gradient and each step of AdamW the largest difference, divided by the largest
     number on the CPU: about 1e-6 for a sound device, infinity for NaN. Warns (RuntimeWarning) above `tolerance`, naming the
-    worst. Some faults show in large shapes only: give the `config`, `batch_size` and `sequence_length` of your run. Where TF32
-    or another fast float32 is switched on, raise `tolerance`. The global random state is left alone.
+    worst. AdamW steps on matrices stored by rows, and again by columns. Some faults show in large shapes only: give the
+    `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with fewer digits) or the like is switched on,
+    raise `tolerance`. With experts a near tie in a router may send a token elsewhere, and a sound device looks broken: then check
+    without. The global random state is left alone. Raises ValueError for sizes that are no whole numbers of at least 1, a length
+    that `config` cannot see, or a tolerance that is not positive and finite; and PyTorch's own error where there is no `device`.
     """
-    default = ModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
-    config = replace(config or default, dropout=0.0)
+    batch_size, T = _check_sizes(batch_size=batch_size, sequence_length=sequence_length)
+    if not 0 < tolerance < math.inf:
+        raise ValueError(f"tolerance={tolerance} must be positive and finite: 1e-3 is usual")
+    if config is None:
+        config = ModelConfig(vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True)
+        config = replace(config, max_position_embeddings=max(256, T))
+    config = replace(config, dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = DecoderModel(config)
-        ids = torch.randint(_vocabulary(config), (batch_size, _length(config, sequence_length) + 1))
+        ids = torch.randint(_vocabulary(config), (batch_size, _length(config, T) + 1))
     other = copy.deepcopy(model).to(device)
     expected, got = _training_step(model, ids), _training_step(other, ids.to(device))
     differences: dict[str, float] = {}
     for kind in expected:
+        # A gradient that is zero in exact arithmetic is noise alone, so nothing is measured against less than this:
         floor = 1e-3 * max(t.abs().max().item() for t in expected[kind].values())
         for name, reference in expected[kind].items():
             difference = (got[kind][name] - reference).abs().max().item()
@@ -264,9 +279,20 @@ def _training_step(model: DecoderModel, ids: Tensor) -> dict[str, dict[str, Tens
     assert logits is not None and out.loss_sum is not None and out.num_targets is not None
     loss = out.loss_sum / out.num_targets + out.aux_loss
     loss.backward()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    torch.optim.AdamW(model.parameters(), lr=1e3, eps=1.0, weight_decay=0.0).step()  # large beside the rounding of a weight
-    steps = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+    steps = _steps(model, gradients) | _steps(model, gradients, by_columns=True)
     groups = {"": {"logits": logits, "loss": loss}, "gradient of ": gradients, "step of ": steps}
     return {kind: {name: t.detach().cpu().double() for name, t in group.items()} for kind, group in groups.items()}
+
+
+def _steps(model: DecoderModel, gradients: dict[str, Tensor], *, by_columns: bool = False) -> dict[str, Tensor]:
+    """What a step of AdamW adds to each parameter; `by_columns`: to each matrix, stored as a transposed one is."""
+    before = {name: p.detach() for name, p in model.named_parameters() if name in gradients and (p.ndim > 1 or not by_columns)}
+    after = {name: p.mT.contiguous().mT if by_columns else p.clone() for name, p in before.items()}
+    for name, parameter in after.items():
+        parameter.grad = torch.empty_like(parameter).copy_(gradients[name])  # stored like its parameter
+    # Adam's usual step divides a gradient by its own size, and would blow up noise; a large epsilon runs the same kernels.
+    # The step is large beside the rounding of a weight.
+    torch.optim.AdamW(after.values(), lr=1e3, eps=1.0, weight_decay=0.0).step()
+    layout = ", stored by columns" if by_columns else ""
+    return {f"{name}{layout}": after[name] - parameter for name, parameter in before.items()}

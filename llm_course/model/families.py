@@ -18,10 +18,10 @@ from .embedding import RopeScaling
 
 # %% ../../nbs/11_families.ipynb #9b81ab93
 class Change(NamedTuple):
-    """A change of layout or of value, and its inverse."""
+    """A change and its inverse: of tensors, list to list, or of a value, where `read` gets the whole config.json too."""
 
-    read: Callable[..., Any]  # theirs to ours
-    write: Callable[..., Any]  # ours to theirs
+    read: Callable[..., Any]  # theirs to ours: read(tensors), or read(value, hf)
+    write: Callable[..., Any]  # ours to theirs: write(tensors), or write(value)
 
 CHANGES = {  # from a list of tensors to a list of tensors
     "same": Change(list, list),
@@ -41,10 +41,12 @@ class Rule(NamedTuple):
 def rules(table: Mapping[str, str], change: str = "same") -> tuple[Rule, ...]:
     """A `Rule` for each entry of a table from their name to ours, or to a few with blanks between.
 
-    {w} on both sides stands for "weight" and again for "bias".
+    {w} on both sides stands for "weight" and again for "bias". Raises ValueError for a change that is not in CHANGES.
     """
-    pairs = {a.replace("{w}", w): b.replace("{w}", w) for a, b in table.items() for w in ("weight", "bias")}
-    return tuple(Rule((theirs,), tuple(ours.split()), change) for theirs, ours in pairs.items())
+    if change not in CHANGES:
+        raise ValueError(f"change={change!r} is none of {', '.join(CHANGES)}")
+    both = [(a, b, w) for a, b in table.items() for w in (("weight", "bias") if "{w}" in a else ("",))]
+    return tuple(Rule((a.replace("{w}", w),), tuple(b.replace("{w}", w).split()), change) for a, b, w in both)
 
 # %% ../../nbs/11_families.ipynb #2ed93cb5
 OURS_ALONE = "gate.expert_bias"  # ends the name of a buffer that no family has
@@ -77,7 +79,9 @@ class Key(NamedTuple):
     default: Any = ...  # what it means that the key is absent; with ... it must be there
     change: str = "same"
 
-_ACTIVATIONS = dict(swish="silu", silu="silu", gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu="relu")
+_ACTIVATION_NAMES = dict(  # of two names for one function the later is written
+    swish="silu", silu="silu", gelu="gelu", gelu_new="gelu_tanh", gelu_pytorch_tanh="gelu_tanh", relu="relu"
+)
 
 def _windows(types: Any, hf: Mapping[str, Any], windowed: Callable[[int], bool], used: bool = True) -> list[str] | None:
     """`types`, or by the family's rule where the file is older than this key; None where there is no window."""
@@ -87,7 +91,9 @@ def _windows(types: Any, hf: Mapping[str, Any], windowed: Callable[[int], bool],
 
 VALUES = {  # read gets the value and the whole config.json
     "same": Change(lambda x, hf: x, lambda x: x),
-    "activation": Change(lambda x, hf: _ACTIVATIONS.get(x, x), {ours: theirs for theirs, ours in _ACTIVATIONS.items()}.get),
+    "activation": Change(
+        lambda x, hf: _ACTIVATION_NAMES.get(x, x), {ours: theirs for theirs, ours in _ACTIVATION_NAMES.items()}.get
+    ),
     "root": Change(lambda x, hf: x**0.5, lambda x: round(x**2)),
     "inverse_square": Change(lambda x, hf: x**-0.5, lambda x: round(x**-2)),
     "or_four_times": Change(lambda x, hf: x or 4 * hf["n_embd"], lambda x: x),
@@ -178,19 +184,21 @@ def _experts(where: str, *names: str) -> tuple[Rule, ...]:
 _WINDOW, _TOP_K = dict(sliding_window=Key("sliding_window", 4096)), dict(top_k=Key("num_experts_per_tok"))
 _SWITCHED = dict(sliding_window=Key("sliding_window", 4096, "if_used"))
 _LATE = _SWITCHED | dict(layer_types=Key("layer_types", None, "late_layers"))
-_SWITCHES = ("use_sliding_window", "max_window_layers")  # VALUES reads them beside the keys themselves
+_SWITCH = dict(use_sliding_window=(False, True, None))  # VALUES reads it and max_window_layers beside the keys themselves
 MISTRAL = replace(LLAMA, model_type="mistral", architecture="MistralForCausalLM", keys=_KEYS | _HEAD | _WINDOW)
 QWEN2 = replace(
-    LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM", keys=_KEYS | _LATE, harmless=_SWITCHES,
-    fixed=dict(attention_bias=True, attention_out_bias=False),
+    LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM", keys=_KEYS | _LATE, required=_SWITCH,
+    harmless=("max_window_layers",), fixed=dict(attention_bias=True, attention_out_bias=False),
 )  # fmt: skip
 QWEN3 = replace(
     LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM", keys=_KEYS | _BIAS | _LATE | dict(head_dim=Key("head_dim")),
-    harmless=_SWITCHES, fixed=dict(qk_norm=True),
+    required=_SWITCH, harmless=("max_window_layers",), fixed=dict(qk_norm=True),
 )  # fmt: skip
 MIXTRAL = replace(
     LLAMA, model_type="mixtral", architecture="MixtralForCausalLM", fixed=dict(use_moe=True, norm_topk_prob=True),
-    keys=_KEYS | _HEAD | _TOP_K | dict(num_experts=Key("num_local_experts"), sliding_window=Key("sliding_window", None)),
+    keys=_KEYS | _HEAD | _TOP_K | dict(
+        num_experts=Key("num_local_experts"), sliding_window=Key("sliding_window", None), rope_theta=Key("rope_theta", 1e6)
+    ),
     required=dict(router_jitter_noise=(0.0,)), tensors=LLAMA.tensors + _experts("layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
 )  # fmt: skip
 
@@ -201,8 +209,8 @@ QWEN3_MOE = replace(
         intermediate_size=Key("moe_intermediate_size"), num_experts=Key("num_experts|num_local_experts"),
         norm_topk_prob=Key("norm_topk_prob", False),
     ),
-    required=dict(decoder_sparse_step=(1,), mlp_only_layers=([], None)),  # experts in every layer
-    harmless=("intermediate_size", *_SWITCHES),
+    required=_SWITCH | dict(decoder_sparse_step=(1,), mlp_only_layers=([], None)),  # experts in every layer
+    harmless=("intermediate_size", "max_window_layers"),
     tensors=LLAMA.tensors + _experts("layers.{i}.mlp", "gate_proj", "up_proj", "down_proj"),
 )  # fmt: skip
 GEMMA2 = replace(
@@ -223,30 +231,35 @@ GEMMA2 = replace(
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2)}
 
-# %% ../../nbs/11_families.ipynb #36cdb287
+# %% ../../nbs/11_families.ipynb #96baecda
 def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the `rope_parameters` of transformers 5 as the `rope_theta` and `rope_scaling` of earlier versions."""
-    new, old, neutral = hf.get("rope_parameters"), hf.get("rope_scaling"), (("partial_rotary_factor", 1), ("truncate", True))
+    new, old = hf.get("rope_parameters"), hf.get("rope_scaling")
+    if not isinstance(new or old or {}, Mapping):
+        raise ValueError(f"config.json: rope_parameters={new!r} and rope_scaling={old!r}, expected an object or null")
+    neutral = (("partial_rotary_factor", 1), ("truncate", True))  # these values are the defaults and say nothing new
     rope = {name: value for name, value in (new or old or {}).items() if value is not None and (name, value) not in neutral}
     plain = {name: value for name, value in hf.items() if name not in ("rope_parameters", "rope_scaling")}
     if "rope_theta" in rope:
         plain["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    kind, *others = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
+    twice = (new and old) or others not in ([], [kind]) or hf.get("rope_theta") not in (None, plain.get("rope_theta"))
     if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    known = {f.name for f in fields(RopeScaling)} if kind in ("linear", "llama3", "yarn") else set()
-    if not (known or kind == "default") or rope.keys() - known or (new and old):
-        given = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    known = {f.name for f in fields(RopeScaling)} if kind in ("linear", "llama3", "yarn") else set()  # what may stand there
+    if not (known or kind == "default") or rope.keys() - known or twice:
+        given = {name: hf[name] for name in ("rope_theta", "rope_parameters", "rope_scaling") if hf.get(name)}
         rule = "rope_type must be default, linear, llama3 or yarn, the same in all layers, without further keys, and stand once"
         raise ValueError(f"config.json has rotary settings that are not supported: {given}. {rule}")
     return plain | ({"rope_scaling": {"rope_type": kind, **rope}} if known else {})
 
+# %% ../../nbs/11_families.ipynb #f1a0b002
 def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """The family and the settings that a config.json describes.
 
     Raises ValueError that names every key which is missing, is not known, or has a value that we cannot compute.
     """
-    family = FAMILIES.get(hf.get("model_type", ""))
+    family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
         raise ValueError(f"model_type={hf.get('model_type')!r} is none of {', '.join(FAMILIES)}: add a Family to FAMILIES")
     hf, faults, settings = _plain_rope(hf), [], {}
@@ -254,7 +267,7 @@ def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     known = {name for key in family.keys.values() for name in key.name.split("|")}.union(_HARMLESS, family.harmless)
     for name, value in hf.items():
         if name in required and value not in required[name]:
-            faults.append(f"{name}={value!r} is not supported, only {required[name][0]!r}")
+            faults.append(f"{name}={value!r} is not supported, only {' or '.join(map(repr, required[name]))}")
         elif name not in required and name not in known:
             faults.append(f"{name}={value!r} is not known; if it changes nothing, delete it or name it in Family.harmless")
     for setting, key in family.keys.items():
@@ -266,7 +279,7 @@ def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             raise ValueError("; ".join(faults))
         settings = {name: VALUES[family.keys[name].change].read(value, hf) for name, value in settings.items()}
         return family, ModelConfig(**settings, **family.fixed)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:  # ArithmeticError: 0**-0.5, or an integer too long for a float
         raise ValueError(f"config.json of a {family.model_type}: {error}") from None
 
 # %% ../../nbs/11_families.ipynb #072445b0
@@ -293,8 +306,10 @@ def write_config(config: ModelConfig, *, model_type: str | None = None) -> tuple
 
     Settings of training are not written. Raises ValueError that names the settings which the nearest family cannot express.
     """
-    if model_type is not None and model_type not in FAMILIES:
+    if model_type is not None and str(model_type) not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is none of {', '.join(FAMILIES)}")
+    if config.vocab_size is None:
+        raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
     facts, written, lost = _facts(config), {}, {}
     for name in FAMILIES if model_type is None else [model_type]:
         family = FAMILIES[name]
@@ -302,11 +317,12 @@ def write_config(config: ModelConfig, *, model_type: str | None = None) -> tuple
         hf |= {key: values[0] for key, values in family.required.items()}
         for setting, key in family.keys.items():  # hidden_size stands before what is computed from it
             hf.setdefault(key.name.split("|")[0], VALUES[key.change].write((vars(config) | facts)[setting]))
-        if "use_sliding_window" in family.harmless:
+        if "use_sliding_window" in family.required:
             hf["use_sliding_window"] = hf["sliding_window"] is not None
         written[name], back = hf, _facts(read_config(hf)[1])
         lost[name] = [f"{setting}={value!r}" for setting, value in facts.items() if value != back.get(setting)]
     nearest = min(lost, key=lambda name: len(lost[name]))
     if lost[nearest]:
-        raise ValueError(f"{model_type or 'no family'} can express this model: {nearest} lacks {', '.join(lost[nearest])}")
+        subject = "no family can" if model_type is None else f"{model_type} cannot"
+        raise ValueError(f"{subject} express this model: {nearest} lacks {', '.join(lost[nearest])}")
     return FAMILIES[nearest], written[nearest]

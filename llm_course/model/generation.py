@@ -8,10 +8,12 @@ __all__ = ['keep_top_k', 'keep_top_p', 'keep_min_p', 'penalize_repetition', 'tok
 
 # %% ../../nbs/10_generation.ipynb #f9890456
 import math
+import operator
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import takewhile
-from typing import TypedDict, Unpack
+from numbers import Integral
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,8 @@ def _check_sampling(
 ) -> None:  # fmt: skip
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive finite number")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1, or None for no limit")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1):
+        raise ValueError(f"top_k={top_k!r} must be a whole number of at least 1, or None for no limit")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must lie in (0, 1], or be None for no limit")
     if min_p is not None and not 0 <= min_p <= 1:
@@ -41,7 +43,7 @@ def _check_sampling(
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Set all but the `k` largest of each row of `logits` (B, V) to -inf. Ties with the k-th stay. Source: Fan et al. 2018."""
     _check_sampling(top_k=k)
-    worst_kept = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]  # (B, 1)
+    worst_kept = logits.topk(min(int(k), logits.shape[-1]), dim=-1).values[..., -1:]  # (B, 1)
     return logits.masked_fill(logits < worst_kept, -math.inf)
 
 # %% ../../nbs/10_generation.ipynb #87ab851e
@@ -52,8 +54,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits  # the sum below may reach 1 too early, by rounding
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)  # the probability of all better tokens
-    before[:, 0] = 0.0
-    return logits.masked_fill((before >= p).gather(-1, index.argsort(dim=-1)), -math.inf)
+    dropped = before >= p  # in order of probability
+    dropped[..., 0] = False  # the best stays, also where p is 0 in float32
+    return logits.masked_fill(torch.empty_like(dropped).scatter_(-1, index, dropped), -math.inf)
 
 # %% ../../nbs/10_generation.ipynb #8766111d
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
@@ -70,6 +73,8 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Source: Keskar et al. 2019, section 4.1; the rule for negative logits is Hugging Face's.
     """
     _check_sampling(repetition_penalty=penalty)
+    if seen.dtype != torch.bool or seen.shape != logits.shape:
+        raise ValueError(f"seen is {seen.dtype} {tuple(seen.shape)}, expected bool of the logits' shape, {tuple(logits.shape)}")
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 # %% ../../nbs/10_generation.ipynb #53f0144b
@@ -152,14 +157,23 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
         for module in training:
             module.training = True
 
-# %% ../../nbs/10_generation.ipynb #af3e06c6
+# %% ../../nbs/10_generation.ipynb #4ea2a984
+def _whole(name: str, ids: Iterable[int]) -> list[int]:
+    """The ids as Python's ints, also from tensors, arrays and sets; ValueError for 3.7, None or a single number."""
+    try:
+        return [operator.index(token_id) for token_id in ids]
+    except TypeError:
+        raise ValueError(f"{name} is {ids!r}, expected several whole numbers: [50256], for example") from None
+
+
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Prompts of unequal lengths as one batch: `input_ids` and `attention_mask` (1 token, 0 padding), int64 (B, T)."""
-    if not rows or not all(rows):
-        raise ValueError(f"{len(rows)} prompts of {[len(row) for row in rows]} tokens: expected at least one, and none empty")
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows])
-    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    prompts, [pad] = [_whole("a prompt", row) for row in rows], _whole("[pad_token_id]", [pad_token_id])
+    if not prompts or not all(prompts):
+        raise ValueError(f"{len(prompts)} prompts of {[*map(len, prompts)]} tokens: expected at least one, and none empty")
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
 
 
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -168,6 +182,8 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T) with at least one token")
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.is_floating_point():  # PyTorch's additive masks have 0 where a token is
+        raise ValueError(f"attention_mask is {attention_mask.dtype}, expected 1 (token) and 0 (padding), bool or integers")
     mask = attention_mask.bool()
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, expected that of input_ids, {tuple(input_ids.shape)}")
@@ -175,64 +191,76 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         raise ValueError("attention_mask must be zeros, then ones, in each row: padding stands on the left (pad_left does that)")
     return mask
 
-# %% ../../nbs/10_generation.ipynb #d5ea9545
-def _check_tokens(stop_token_ids: Sequence[int], pad_token_id: int | None, B: int, V: int) -> None:
-    for token_id in (*stop_token_ids, *(() if pad_token_id is None else (pad_token_id,))):
+
+def _check_tokens(stop_token_ids: Iterable[int], pad_token_id: int | None, B: int, V: int) -> list[int]:
+    """The stop tokens as a list; ValueError where they, or the padding, cannot be."""
+    stops = _whole("stop_token_ids", stop_token_ids)
+    for token_id in (*stops, *([] if pad_token_id is None else _whole("[pad_token_id]", [pad_token_id]))):
         if not 0 <= token_id < V:
-            raise ValueError(f"stop_token_ids={[*stop_token_ids]}, pad_token_id={pad_token_id}: {token_id} is outside 0..{V - 1}")
-    if stop_token_ids and B > 1 and pad_token_id is None:
+            raise ValueError(f"stop_token_ids={stops}, pad_token_id={pad_token_id}: {token_id} is outside 0..{V - 1}")
+    if stops and B > 1 and pad_token_id is None:
         raise ValueError(f"pad_token_id=None: {B} rows may stop at different places, say what fills up the shorter ones")
+    return stops
 
+# %% ../../nbs/10_generation.ipynb #cd2c93b6
+@torch.no_grad()
+def _write_tokens(
+    model: DecoderModel, ids: Tensor, mask: Tensor, *, max_new_tokens: int, stops: list[int], pad_token_id: int | None,
+    seen: Tensor | None, **choice: Any,
+) -> Generator[Tensor, None, None]:  # fmt: skip
+    context, finished = model.config.max_position_embeddings, torch.zeros_like(mask[:, 0])
+    windows = [model.config.window_of(layer) for layer in range(model.config.num_layers)]
+    cache: KVCache | None = None
+    for remaining in range(max_new_tokens, 0, -1):
+        if cache is None or cache.length == context:  # a full row has context + 1 tokens by now
+            ids, mask = _newest(ids, mask, context, context if cache is None else (context + 1) // 2)
+            cache = KVCache(min(context, ids.shape[1] + remaining), windows=windows)
+            feed, position_ids = ids, (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
+            padded, run = not mask.all(), getattr(model, "_orig_mod", model)  # a prompt is of a new shape: not compiled
+        seen_mask = mask if padded else None
+        with evaluating(model):  # for the call only: between two tokens the model belongs to others
+            out = run(feed, position_ids=position_ids, attention_mask=seen_mask, cache=cache, logits_to_keep=1)
+        token = sample(out.logits[:, -1], seen=seen, **choice)  # (B,)
+        if pad_token_id is not None:
+            token = token.masked_fill(finished, pad_token_id)
+        yield token
+        finished = finished | torch.isin(token, torch.tensor(stops, dtype=torch.int64, device=ids.device))
+        if stops and finished.all():
+            return
+        if seen is not None:
+            seen.scatter_(1, token[:, None], True)
+        feed, position_ids, run = token[:, None], position_ids[:, -1:] + 1, model
+        ids, mask = torch.cat((ids, feed), dim=1), F.pad(mask, (0, 1), value=True)
 
-@torch.inference_mode()
+# %% ../../nbs/10_generation.ipynb #b88e4f10
 def generate_tokens(
     model: DecoderModel, input_ids: Tensor, *, max_new_tokens: int, temperature: float = 0.0,
-    attention_mask: Tensor | None = None, stop_token_ids: Sequence[int] = (), pad_token_id: int | None = None,
+    attention_mask: Tensor | None = None, stop_token_ids: Iterable[int] = (), pad_token_id: int | None = None,
     generator: torch.Generator | None = None, **filters: Unpack[Filters],
 ) -> Generator[Tensor, None, None]:  # fmt: skip
     """Yield the next token of each row, int64 (B,), at most `max_new_tokens` times. Arguments and errors as in `generate`.
 
-    The model is in evaluation mode until the iterator ends or is closed.
+    The model is in evaluation mode in its own calls only, so several iterators may share it.
     """
-    ids, mask = input_ids, _check_prompts(input_ids, attention_mask)
-    config, B = model.config, len(ids)
-    V, context = config.vocab_size, config.max_position_embeddings
+    mask, V = _check_prompts(input_ids, attention_mask), model.config.vocab_size
     assert V is not None  # DecoderModel has checked it
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     _check_sampling(temperature=temperature, **filters)
-    _check_tokens(stop_token_ids, pad_token_id, B, V)
-    finished, stops = torch.zeros_like(mask[:, 0]), torch.tensor(stop_token_ids, dtype=torch.int64, device=ids.device)
-    seen = None
+    stops, seen = _check_tokens(stop_token_ids, pad_token_id, len(mask), V), None
     if filters.get("repetition_penalty", 1.0) != 1.0:
-        seen = torch.zeros(B, V, device=ids.device).scatter_add_(1, ids, mask.float()) > 0
-    windows = [config.window_of(layer) for layer in range(config.num_layers)]
-    cache: KVCache | None = None
-    with evaluating(model):
-        for remaining in range(max_new_tokens, 0, -1):
-            if cache is None or cache.length == context:  # the first time, or the longest row has filled the context
-                ids, mask = _newest(ids, mask, context, context if cache is None else (context + 1) // 2)
-                cache = KVCache(min(context, ids.shape[1] + remaining), windows=windows)
-                feed, position_ids = ids, (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
-                padded, run = not mask.all(), getattr(model, "_orig_mod", model)  # a prompt is of a new shape: not compiled
-            seen_mask = mask if padded else None
-            logits = run(feed, position_ids=position_ids, attention_mask=seen_mask, cache=cache, logits_to_keep=1).logits
-            token = sample(logits[:, -1], temperature=temperature, seen=seen, generator=generator, **filters)  # (B,)
-            if pad_token_id is not None:
-                token = token.masked_fill(finished, pad_token_id)
-            yield token
-            finished = finished | torch.isin(token, stops)
-            if stop_token_ids and finished.all():
-                return
-            if seen is not None:
-                seen.scatter_(1, token[:, None], True)
-            feed, position_ids, run = token[:, None], position_ids[:, -1:] + 1, model
-            ids, mask = torch.cat((ids, feed), dim=1), F.pad(mask, (0, 1), value=True)
+        if not ((0 <= input_ids) & (input_ids < V)).all():
+            raise ValueError(f"input_ids lie in {input_ids.min()}..{input_ids.max()}, outside 0..{V - 1}")
+        seen = torch.zeros(len(mask), V, device=mask.device).scatter_add_(1, input_ids.long(), mask.float()) > 0
+    return _write_tokens(
+        model, input_ids, mask, max_new_tokens=max_new_tokens, stops=stops, pad_token_id=pad_token_id, seen=seen,
+        temperature=temperature, generator=generator, **filters,
+    )  # fmt: skip
 
 # %% ../../nbs/10_generation.ipynb #64291af3
 def generate(
     model: DecoderModel, input_ids: Tensor, *, max_new_tokens: int, temperature: float = 0.0, num_return_sequences: int = 1,
-    attention_mask: Tensor | None = None, stop_token_ids: Sequence[int] = (), pad_token_id: int | None = None,
+    attention_mask: Tensor | None = None, stop_token_ids: Iterable[int] = (), pad_token_id: int | None = None,
     generator: torch.Generator | None = None, **filters: Unpack[Filters],
 ) -> Tensor:  # fmt: skip
     """Continue each row of `input_ids` (B, T); returns the prompts and what follows, int64 (B * num_return_sequences, T + new).
@@ -240,13 +268,14 @@ def generate(
     Greedy by default. `max_new_tokens` are written, or fewer where every row has come to one of `stop_token_ids`, which is kept;
     after it a row holds `pad_token_id`. `num_return_sequences` continuations of one prompt stand below each other. Prompts of
     unequal length are padded on the left, with 0 in `attention_mask` (B, T): each row is continued as if it were alone.
-    `filters` are options of `token_probabilities`; a repetition penalty counts prompt and continuation.
+    `stop_token_ids` may also be a set or a tensor. `filters` are options of `token_probabilities`; a repetition penalty counts
+    prompt and continuation.
 
     A row that has filled the model's `max_position_embeddings` goes on from its newest half, read again from position 0. Of a
     prompt that is longer only the newest tokens are read. A compiled model (best with `dynamic=True`) runs the steps, and its
-    plain form the prompts. The model is put into evaluation mode for the call and back afterwards. ValueError where an
-    argument is out of its range, a prompt is empty or padded on the right, or rows may stop at different places and there is
-    no `pad_token_id`.
+    plain form the prompts. The model is put into evaluation mode for each of its calls and back afterwards. ValueError where
+    an argument is out of its range, a prompt is empty or padded on the right, the mask is a float, or rows may stop at
+    different places and there is no `pad_token_id`.
     """
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")
@@ -272,16 +301,19 @@ def whole_characters(tokens: Iterable[int], tokenizer: BaseTokenizer) -> Iterato
             shown = len(whole)
         if whole == text:
             pending, shown = [], 0
+        elif len(pending) > 3:  # a character that lacks bytes has 3 at most, so older tokens are done with
+            pending = pending[-3:]
+            shown = len(tokenizer.decode(pending)) - 1
     if pending and (rest := tokenizer.decode(pending)[shown:]):
         yield rest
 
 # %% ../../nbs/10_generation.ipynb #55b1473f
-def until_stop(pieces: Iterable[str], stop_strings: Sequence[str]) -> Iterator[str]:
+def until_stop(pieces: Iterable[str], stop_strings: Iterable[str]) -> Iterator[str]:
     """The joined `pieces` up to the first of `stop_strings`, which is left out; text that may begin one is held back.
 
     The first is the one that is complete first, so it does not matter how the text is cut. ValueError for an empty string.
     """
-    if isinstance(stop_strings, str) or not all(stop_strings):
+    if isinstance(stop_strings, str) or not all(stop_strings := list(stop_strings)):
         raise ValueError(f"stop_strings={stop_strings!r} must be a list of texts, none of them empty")
     held = ""
     for piece in pieces:
@@ -302,20 +334,19 @@ def until_stop(pieces: Iterable[str], stop_strings: Sequence[str]) -> Iterator[s
 # %% ../../nbs/10_generation.ipynb #91305895
 def stream_text(
     model: DecoderModel, tokenizer: BaseTokenizer, prompt: str, *, max_new_tokens: int, temperature: float = 0.8,
-    stop_strings: Sequence[str] = (), generator: torch.Generator | None = None, **filters: Unpack[Filters],
+    stop_strings: Iterable[str] = (), generator: torch.Generator | None = None, **filters: Unpack[Filters],
 ) -> Iterator[str]:  # fmt: skip
     """Yield the continuation of `prompt` piece by piece, never half a character; it ends before the end-of-sequence token.
 
     It ends also before the first of `stop_strings`, of which nothing is shown. The prompt stands at the start of a document,
-    after an end-of-sequence token, as documents do in training; it may be empty where the tokenizer has one. Options as in
-    `generate`.
+    after an end-of-sequence token, as documents do in training; it may be empty where the tokenizer has one. Options and errors
+    as in `generate`, but the temperature is 0.8; errors come with the first piece.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     input_ids = torch.tensor([end + tokenizer.encode(prompt)], dtype=torch.int64, device=next(model.parameters()).device)
-    generated = generate_tokens(
+    tokens = generate_tokens(
         model, input_ids, max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=end, generator=generator,
         **filters,
     )  # fmt: skip
-    with closing(generated) as tokens:  # also where the reader stops early
-        ids = takewhile(lambda token: token not in end, (int(token) for token in tokens))
-        yield from until_stop(whole_characters(ids, tokenizer), stop_strings)
+    ids = takewhile(lambda token: token not in end, (int(token) for token in tokens))
+    yield from until_stop(whole_characters(ids, tokenizer), stop_strings)

@@ -13,7 +13,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .normalization import _whole_number
+from .embedding import _check_sizes
 
 # %% ../../nbs/06_mlp.ipynb #20ebc43c
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,8 +42,7 @@ class MLP(nn.Module):
         activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None,
     ):
         super().__init__()
-        self.hidden_size = _whole_number("hidden_size", hidden_size)
-        intermediate_size = _whole_number("intermediate_size", intermediate_size)
+        self.hidden_size, intermediate_size = _check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
         if not 0 <= dropout < 1:  # also refuses NaN
             raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
         if activation is not None and activation not in _ACTIVATIONS:

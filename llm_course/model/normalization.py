@@ -6,11 +6,11 @@
 __all__ = ['RMSNorm', 'LayerNorm']
 
 # %% ../../nbs/04_normalization.ipynb #64a79cf7
-import operator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .embedding import _check_sizes
 
 # %% ../../nbs/04_normalization.ipynb #b20095df
 class RMSNorm(nn.Module):
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         _check_eps(eps)
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(_whole_number("hidden_size", hidden_size)))
+        self.weight = nn.Parameter(torch.empty(_check_sizes(hidden_size=hidden_size)))  # (C,)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -39,17 +39,6 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"
-
-
-def _whole_number(name: str, size: int) -> int:
-    """`size` as an int, also from NumPy's integers."""
-    try:
-        number = 0 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{name}={size!r} must be a whole number of at least 1: 768, for example")
-    return number
 
 
 def _check_eps(eps: float) -> None:
@@ -77,7 +66,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         _check_eps(eps)
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(_whole_number("hidden_size", hidden_size)))
+        self.weight = nn.Parameter(torch.empty(_check_sizes(hidden_size=hidden_size)))  # (C,)
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if bias else None
         self.reset_parameters()
 

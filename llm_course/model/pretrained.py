@@ -28,21 +28,27 @@ from ..text.tokenization import BPETokenizer, ByteBPETokenizer
 # %% ../../nbs/11_pretrained.ipynb #8d2bdd92
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: a Hugging Face folder has config.json and model.safetensors") from None
-    except (TypeError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object: it is a {type(content).__name__}")
+    return content
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that hold the weights: one, or those that the index names."""
+    """The files that hold the weights: one, or where it is absent those that the index names. All lie in `folder`."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if index.exists():
-        names = sorted(set(_read_json(index)["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{index} names {outside[0]!r}, which lies outside its folder")
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index} has no weight_map from tensors to names of files: was the download complete?")
+        names = sorted(set(weight_map.values()))
+        if outside := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:  # no "/", no ".." alone
+            raise ValueError(f"{index} names {outside[0]!r}, which is no safetensors file or lies outside its folder")
         return [folder / name for name in names]
     if pickles := sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}")):
         way_out = "take a copy with model.safetensors, or let transformers write one where nothing can be harmed"
@@ -57,7 +63,7 @@ def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tupl
             file = stack.enter_context(safe_open(path, "pt"))
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is missing, but the index names it: was the download complete?") from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:  # OSError: a folder of that name, or no right to read it
             raise ValueError(f"{path} is damaged ({error}): was the download complete?") from None
         for name in file.keys():
             if tensors.setdefault(name.removeprefix(prefix), (file, name)) != (file, name):
@@ -66,7 +72,7 @@ def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tupl
 
 # %% ../../nbs/11_pretrained.ipynb #73a2b13d
 def _check_tensors(wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]], family: Family, model: DecoderModel) -> None:
-    """Raises ValueError that names the tensors which are missing, unexpected, or of another shape than the rules need."""
+    """Raises ValueError that names the tensors which are missing, unexpected, no floats, or of another shape than the rules."""
     ours = model.state_dict()
     shapes: dict[str, list[int]] = {}
     for rule in wanted:
@@ -79,11 +85,13 @@ def _check_tensors(wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]], f
             faults.append(f"{stored} is unexpected")
         elif name in shapes and (shape := file.get_slice(stored).get_shape()) != shapes[name]:
             faults.append(f"{stored} has shape {shape}, expected {shapes[name]}")
+        elif name in shapes and (kind := file.get_slice(stored).get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+            faults.append(f"{stored} is stored as {kind}, expected F64, F32, F16 or BF16: quantized weights are not supported")
     if faults:
         more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
         raise ValueError(f"the tensors do not fit config.json of a {family.model_type}: {'; '.join(faults[:4])}{more}")
 
-# %% ../../nbs/11_pretrained.ipynb #6cb26942
+# %% ../../nbs/11_pretrained.ipynb #8d8e43f0
 def pretrained_folder(name: str | Path) -> Path:
     """The folder of a model: `name` itself, or where it is no folder, "org/name" of the Hugging Face hub, downloaded once.
 
@@ -91,7 +99,7 @@ def pretrained_folder(name: str | Path) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+    if not re.fullmatch(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*", str(name)):  # what the hub allows: no ".." in it
         raise FileNotFoundError(f"{str(name)!r} is no folder, and no name on the hub: those are 'org/name'")
     try:
         from huggingface_hub import snapshot_download
@@ -102,14 +110,20 @@ def pretrained_folder(name: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(f"{str(name)!r} is no folder, and its download failed: {error}") from error
 
+# %% ../../nbs/11_pretrained.ipynb #08a8d276
+def _is_finite(tensor: Tensor) -> bool:
+    return all(end.isfinite() for end in tensor.aminmax())  # one pass, and no copy: NaN and infinity come through
+
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> DecoderModel:
     """Read a Hugging Face folder, or "org/name" of its hub: config.json, and model.safetensors or its shards.
 
     The weights are in memory once, in `dtype`, by default that of the files; the model is in evaluation mode. Raises ValueError
     or FileNotFoundError that names each setting or tensor which is missing, unknown or does not fit. Nothing is unpickled.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype={dtype} must be a floating-point type, such as torch.bfloat16")
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype} must be a floating-point type of 16 bits or more, such as torch.bfloat16")
+    if torch.device(device).type == "meta":
+        raise ValueError(f"device={str(device)!r} holds no numbers: build DecoderModel(config) there, and load nothing")
     folder = pretrained_folder(folder)
     family, config = read_config(_read_json(folder / "config.json"))
     with torch.device("meta"):  # shapes, without memory for the numbers
@@ -125,7 +139,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None, dev
             kept = torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype  # bfloat16 would blur 1 + w
             for name, tensor in zip(rule.ours, CHANGES[rule.change].read([stored[name] for name in rule.theirs]), strict=True):
                 state[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)  # the file may change
-                if not state[name].isfinite().all():
+                if not _is_finite(state[name]):
                     raise ValueError(f"{rule.theirs[0]} has numbers that are not finite as {kept}: is the file damaged?")
         table = state["embedding.embed_tokens.weight"]
         if config.tie_word_embeddings and not torch.equal(stored.get("lm_head.weight", table).to(table), table):
@@ -145,6 +159,8 @@ def _write_tensors(model: DecoderModel, family: Family, folder: Path, max_shard_
     for rule in tensor_rules(family, model.config, ours):
         for name, tensor in zip(rule.theirs, CHANGES[rule.change].write([ours[name] for name in rule.ours]), strict=True):
             tensor = tensor.to("cpu", dtype).contiguous()
+            if not _is_finite(tensor):
+                raise ValueError(f"{name} has numbers that are not finite as {dtype}: load_pretrained would refuse the folder")
             if shards[-1] and size + tensor.nbytes > max_shard_size:
                 shards.append({})
                 size = 0
@@ -172,15 +188,21 @@ def save_pretrained(
 ) -> Path:  # fmt: skip
     """Write a folder that transformers opens, all or nothing, and return its path.
 
-    The family is the first that can express the model, or `model_type`. A shard has at most `max_shard_size` bytes. With a
-    `tokenizer`, its files and special tokens are written too. Raises ValueError where no family can express the model or the
-    tokenizer does not fit it, FileExistsError where the folder holds something.
+    The family is the first that can express the model, or `model_type`. A shard has at most `max_shard_size` bytes. All tensors
+    are written in the dtype of the embedding table. With a `tokenizer`, its files and special tokens are written too. Raises
+    ValueError where no family can express the model, a number is not finite or the tokenizer does not fit, FileExistsError
+    where the folder holds something.
     """
     folder = Path(folder)
+    target = folder.resolve()  # where a link leads
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
+        raise ValueError(f"max_shard_size={max_shard_size!r} must be a number of bytes, such as 5_000_000_000")
     if not isinstance(model, DecoderModel):
         raise ValueError(f"model is a {type(model).__name__}, expected a DecoderModel: take it out of its wrapper")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} holds something: choose another folder, or delete it first")
+    if target == Path.cwd():
+        raise ValueError(f"folder={str(folder)!r} is the current folder, which cannot be replaced: name one inside it")
     family, hf = write_config(model.config, model_type=model_type)
     if biased := [name for name, buffer in model.named_buffers() if name.endswith(OURS_ALONE) and buffer.any()]:
         raise ValueError(f"{biased[0]} is not zero, and no family has such a bias: without it, tokens go to other experts")
@@ -190,19 +212,21 @@ def save_pretrained(
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} entries, the model only vocab_size={hf['vocab_size']}")
     hf |= {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad")}
     hf["torch_dtype"] = str(model.embedding.embed_tokens.weight.dtype).removeprefix("torch.")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         _write_tensors(model, family, temporary, max_shard_size)
         _write_json(temporary / "config.json", hf)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary)
+        mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
+            path.chmod(mode)  # save_file lets nobody but the owner read
             with path.open("rb+") as file:
                 os.fsync(file.fileno())  # on the disk before it has its name
-        if folder.exists():
-            folder.rmdir()  # it is empty
-        temporary.rename(folder)
+        if target.exists():
+            target.rmdir()  # it is empty
+        temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

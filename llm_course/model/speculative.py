@@ -7,7 +7,7 @@ __all__ = ['accept_drafts', 'generate_speculatively']
 
 # %% ../../nbs/10_generation_speculative.ipynb #17959c04
 from collections.abc import Iterator
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,9 +24,13 @@ def accept_drafts(
 
     Returns the drafts up to the first that is refused and one token more, int64 (1 to n + 1,). A draft x is kept with probability
     min(1, p(x) / q(x)); in place of a refused one comes a draw from max(0, p - q), and after n kept ones a draw from the last p.
-    Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
+    ValueError for other shapes. Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
     """
-    n, places = len(drafts), torch.arange(len(drafts), device=drafts.device)
+    n, V = drafts.numel(), probabilities.shape[-1]
+    found = tuple(drafts.shape), tuple(draft_probabilities.shape), tuple(probabilities.shape)
+    if found != ((n,), (n, V), (n + 1, V)):
+        raise ValueError("drafts, q and p have shapes {}, {} and {}, expected (n,), (n, V) and (n + 1, V)".format(*found))
+    places = torch.arange(n, device=drafts.device)
     p, q = probabilities[places, drafts], draft_probabilities[places, drafts]  # (n,)
     kept = torch.rand(n, generator=generator, device=p.device) * q < p
     k = int(kept.long().cumprod(dim=0).sum())  # up to the first refusal
@@ -35,46 +39,56 @@ def accept_drafts(
         rest = probabilities[k]
     return torch.cat((drafts[:k], torch.multinomial(rest, 1, generator=generator)))
 
+# %% ../../nbs/10_generation_speculative.ipynb #55cd230d
+def _read(model: DecoderModel, cache: KVCache, ids: Tensor, n: int, options: dict[str, Any]) -> Tensor:
+    """What `model` expects after each of the last n places of `ids` (1, T): probabilities (n, V)."""
+    position_ids = torch.arange(cache.length, ids.shape[1], device=ids.device)
+    with evaluating(model):
+        out = model(ids[:, cache.length :], position_ids=position_ids, cache=cache, logits_to_keep=n)
+    return token_probabilities(out.logits[0], **options)
+
+
+@torch.no_grad()
+def _write_with_drafts(
+    model: DecoderModel, draft_model: DecoderModel, ids: Tensor, end: int, num_drafts: int, generator: torch.Generator | None,
+    options: dict[str, Any],
+) -> Iterator[Tensor]:  # fmt: skip
+    cache, draft_cache = KVCache(end), KVCache(end)  # without windows: they must be cut back
+    while (T := ids.shape[1]) < end:
+        drafted, q = ids, []
+        for _ in range(min(num_drafts, end - T - 1)):
+            q.append(_read(draft_model, draft_cache, drafted, 1, options))  # (1, V)
+            drafted = torch.cat((drafted, torch.multinomial(q[-1], 1, generator=generator)), dim=1)
+        p = _read(model, cache, drafted, len(q) + 1, options)
+        new = accept_drafts(drafted[0, T:], torch.cat([p[:0], *q]), p, generator=generator)
+        ids = torch.cat((ids, new[None]), dim=1)
+        for each in (cache, draft_cache):
+            each.truncate(min(each.length, ids.shape[1] - 1))  # what was refused goes
+        yield new
+
 # %% ../../nbs/10_generation_speculative.ipynb #fa406499
-@torch.inference_mode()
 def generate_speculatively(
     model: DecoderModel, draft_model: DecoderModel, input_ids: Tensor, *, max_new_tokens: int, num_drafts: int = 4,
     temperature: float = 0.0, generator: torch.Generator | None = None, **filters: Unpack[Filters],
 ) -> Iterator[Tensor]:  # fmt: skip
     """Continue one prompt (1, T): yields, for each call of `model`, the 1 to `num_drafts` + 1 new tokens, int64 (n,).
 
-    Together they are `max_new_tokens`, and distributed as `model` alone would write them; greedy, they are the same. Options as
-    in `token_probabilities`, without a repetition penalty. Both models are in evaluation mode until the iterator ends or is
-    closed. ValueError for more than one prompt, two vocabularies, or a text that does not fit both contexts.
+    Together they are `max_new_tokens` (no token stops it), and distributed as `model` alone would write them; greedy, they are
+    the same, unless two logits are equal up to rounding. Options as in `token_probabilities`, without a repetition penalty. Both
+    models are in evaluation mode in their own calls only. ValueError for more than one prompt, two vocabularies, a text that
+    does not fit both contexts, and options out of their range.
     """
-    models, end = (draft_model, model), input_ids.shape[-1] + max_new_tokens
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (1, T): each prompt accepts its own drafts")
     if num_drafts < 1 or max_new_tokens < 0:
         raise ValueError(f"num_drafts={num_drafts} must be at least 1 and max_new_tokens={max_new_tokens} not negative")
     if draft_model.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"vocab_size={draft_model.config.vocab_size} and {model.config.vocab_size}: they must be equal")
-    if end > (context := min(each.config.max_position_embeddings for each in models)):
+    end, context = input_ids.shape[1] + max_new_tokens, min(each.config.max_position_embeddings for each in (model, draft_model))
+    if end > context:
         raise ValueError(f"prompt and max_new_tokens make {end} tokens, more than max_position_embeddings={context}")
-    caches = [KVCache(end) for _ in models] if max_new_tokens else []  # without windows: they must be cut back
-
-    def read(which: int, ids: Tensor, n: int) -> Tensor:
-        """What one model expects at the last n places and after them: (n, V)."""
-        cache = caches[which]
-        position_ids = torch.arange(cache.length, ids.shape[1], device=ids.device)
-        out = models[which](ids[:, cache.length :], position_ids=position_ids, cache=cache, logits_to_keep=n)
-        return token_probabilities(out.logits[0], temperature=temperature, **filters)
-
-    with evaluating(model), evaluating(draft_model):
-        ids = input_ids
-        while (T := ids.shape[1]) < end:
-            drafted, q = ids, []
-            for _ in range(min(num_drafts, end - T - 1)):
-                q.append(read(0, drafted, 1))  # (1, V)
-                drafted = torch.cat((drafted, torch.multinomial(q[-1], 1, generator=generator)), dim=1)
-            p = read(1, drafted, len(q) + 1)
-            new = accept_drafts(drafted[0, T:], torch.cat([p[:0], *q]), p, generator=generator)
-            ids = torch.cat((ids, new[None]), dim=1)
-            for cache in caches:
-                cache.truncate(min(cache.length, ids.shape[1] - 1))  # what was refused goes
-            yield new
+    if (penalty := filters.get("repetition_penalty", 1.0)) != 1.0:
+        raise ValueError(f"repetition_penalty={penalty} does not go with drafts: what was seen changes with each of them")
+    token_probabilities(input_ids.new_zeros(1, 1), temperature=temperature, **filters)  # refuses wrong options now
+    options = dict(temperature=temperature, **filters)
+    return _write_with_drafts(model, draft_model, input_ids, end, num_drafts, generator, options)

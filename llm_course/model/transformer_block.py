@@ -9,11 +9,12 @@ __all__ = ['build_norm', 'TransformerBlock']
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention
 from .mlp import MLP
-from .moe import MoE, RouterStats
+from .moe import MoE, RouterStats, _in_range
 from .normalization import LayerNorm, RMSNorm
 
 # %% ../../nbs/08_transformer_block.ipynb #abb92623
@@ -23,7 +24,7 @@ def build_norm(norm_type: Literal["rmsnorm", "layernorm"], hidden_size: int, *, 
         raise ValueError(f"norm_type={norm_type!r} is unknown: choose 'rmsnorm' or 'layernorm'")
     return RMSNorm(hidden_size, eps=eps) if norm_type == "rmsnorm" else LayerNorm(hidden_size, eps=eps)
 
-# %% ../../nbs/08_transformer_block.ipynb #409dc88d
+# %% ../../nbs/08_transformer_block.ipynb #6b3c16e7
 class TransformerBlock(nn.Module):
     """Attention, then an MLP or a mixture of experts, each added to the residual stream.
 
@@ -34,46 +35,27 @@ class TransformerBlock(nn.Module):
     `residual_multiplier` scales what is added to x. `rms_norm_eps` is the epsilon of all norms, LayerNorms too. `dropout` acts
     on the attention weights and on the output of the MLP. The other options go to `MultiHeadAttention`, `MLP` and `MoE`,
     those of experts only with `use_moe`. Raises ValueError for an unknown name, a multiplier that is not positive and finite,
-    a bias in experts, and what the parts refuse.
+    a bias in experts, an x of another type than the weights, and what the parts refuse.
     Source: Vaswani et al. 2017, section 3.1 (post); Xiong et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich).
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        intermediate_size: int,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        attention_bias: bool = False,
-        attention_out_bias: bool | None = None,
-        qk_norm: bool = False,
-        attention_scale: float | None = None,
-        sliding_window: int | None = None,
-        attn_logit_softcapping: float | None = None,
-        norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm",
-        norm_position: Literal["pre", "post", "sandwich"] = "pre",
-        rms_norm_eps: float = 1e-6,
-        use_glu: bool = True,
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None,
-        mlp_bias: bool = False,
-        use_moe: bool = False,
-        num_experts: int = 8,
-        top_k: int = 2,
-        norm_topk_prob: bool = True,
-        shared_expert_intermediate_size: int | None = None,
-        router_aux_loss_coef: float = 0.01,
-        router_z_loss_coef: float = 0.0,
-        residual_multiplier: float = 1.0,
-        dropout: float = 0.0,
-        layer_index: int = 0,
-    ):
+        self, hidden_size: int, *, num_heads: int, intermediate_size: int,
+        num_kv_heads: int | None = None, head_dim: int | None = None, attention_bias: bool = False,
+        attention_out_bias: bool | None = None, qk_norm: bool = False, attention_scale: float | None = None,
+        sliding_window: int | None = None, attn_logit_softcapping: float | None = None,
+        norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm", norm_position: Literal["pre", "post", "sandwich"] = "pre",
+        rms_norm_eps: float = 1e-6, use_glu: bool = True,
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = None, mlp_bias: bool = False,
+        use_moe: bool = False, num_experts: int = 8, top_k: int = 2, norm_topk_prob: bool = True,
+        shared_expert_intermediate_size: int | None = None, router_aux_loss_coef: float = 0.01, router_z_loss_coef: float = 0.0,
+        residual_multiplier: float = 1.0, dropout: float = 0.0, layer_index: int = 0,
+    ):  # fmt: skip
         super().__init__()
         if norm_position not in ("pre", "post", "sandwich"):
             raise ValueError(f"norm_position={norm_position!r} is unknown: choose 'pre', 'post' or 'sandwich'")
-        if not 0 < residual_multiplier < math.inf:  # also refuses NaN
-            raise ValueError(f"residual_multiplier={residual_multiplier} must be positive and finite: 1.0 changes nothing")
+        if not _in_range(residual_multiplier, 0, math.inf) or residual_multiplier == 0:
+            raise ValueError(f"residual_multiplier={residual_multiplier!r} must be positive and finite: 1.0 changes nothing")
         if use_moe and mlp_bias:
             raise ValueError("mlp_bias=True does not go with use_moe=True: experts have no bias, set mlp_bias=False")
         self.norm_position, self.residual_multiplier = norm_position, residual_multiplier
@@ -101,13 +83,12 @@ class TransformerBlock(nn.Module):
         self.post_attention_layernorm, self.mlp_output_norm = norm_if(before), norm_if(after)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, *, position_embeddings: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[Tensor, RouterStats | None]:
+    ) -> tuple[Tensor, RouterStats | None]:  # fmt: skip
+        weight = self.self_attn.q_proj.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}: convert one, or use torch.autocast")
         y = self.self_attn(self.input_layernorm(x), position_embeddings=position_embeddings, mask=mask, cache=cache)
         x = self._add(x, y, self.attention_output_norm)
         y, stats = self.mlp(self.post_attention_layernorm(x)), None
