@@ -5,15 +5,21 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'main']
 
-# %% ../nbs/19_training_command.ipynb #7873854b
+# %% ../nbs/19_training_command.ipynb #e3c7931b
 import importlib
 import io
 import sys
+import traceback
 from collections.abc import Sequence
 
+# %% ../nbs/19_training_command.ipynb #9050453a
 COMMANDS = {
     "train": ("train a model, or go on with an unfinished run", "llm_course.training.train:main"),
+    "resume": ("go on with an unfinished run as it was configured", "llm_course.training.train:resume_command"),
+    "evaluate": ("measure the validation loss of a run", "llm_course.training.train:evaluate_command"),
     "generate": ("let a trained model continue a text", "llm_course.training.train:generate_command"),
+    "estimate": ("say what a run will cost before it starts", "llm_course.training.monitoring:estimate_command"),
+    "doctor": ("check what this machine has and whether it computes right", "llm_course.training.monitoring:doctor_command"),
 }
 
 
@@ -42,8 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not _is_ours(error):
+            traceback.print_exc()
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
+        print(f"error: {error}{notes}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the newest checkpoint is what is kept", file=sys.stderr)
         return 130
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the package itself refused something, so that its words suffice; a bug elsewhere shows its place as well."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, OSError) or frames[-1].startswith("llm_course.")

@@ -14,8 +14,9 @@ import yaml
 from llm_course.text.data import TextDataModule, load_corpus, split_documents
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint, verify
-from llm_course.training.config import Config, load_config
+from llm_course.training.config import Config
 from llm_course.training.engine import TrainingEngine
+from llm_course.training.sources import load_config
 from llm_course.training.task import LanguageModelingTask
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +54,7 @@ def test_train_then_refuse_then_generate(folder):
     assert "nats per token" in first.stdout and "bits per byte" in first.stdout
     assert "next: llm-course generate --run run" in first.stdout and "tokens_per_second" in first.stderr
     run = Path("run")
-    expected = {"checkpoints", "config.yaml", "data", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer.json"}
+    expected = {".lock", "checkpoints", "config.yaml", "data", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer.json"}
     assert {path.name for path in run.iterdir()} == expected
     assert (run / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000010", "step_00000012"]
@@ -161,7 +162,7 @@ def test_resume_is_exact(folder, stop):
         (["--data.files", "."], "is a directory"),
         (["--data.corpus", "wikipedia"], "no corpus is called 'wikipedia'"),
         (["--data.vocab_size", "100"], "vocab_size=100 is too small for 256 bytes and 3 special tokens"),
-        (["--task", "chess"], "task='chess' is not one of ['lm']"),
+        (["--task", "chess"], "task='chess' is not one of ['lm', 'regression']"),
         (["--task", "nowhere:Task"], "cannot be loaded"),
         (["--resume"], "holds no checkpoint"),
         (["--training.max_stepz", "3"], "max_stepz"),

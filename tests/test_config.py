@@ -1,0 +1,515 @@
+"""The tree of settings and its four sources: what it takes, what it refuses and with which words, and that it can be saved."""
+
+import dataclasses
+import math
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from llm_course.model.decoder import ModelConfig
+from llm_course.model.embedding import RopeScaling
+from llm_course.training import config as config_module
+from llm_course.training import sources
+from llm_course.training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LoggingConfig,
+    OptimizationConfig,
+    TrainingConfig,
+)
+from llm_course.training.sources import load_config, read_config, save_config
+
+SECTIONS = {
+    "data": DataConfig, "training": TrainingConfig, "optimization": OptimizationConfig, "distributed": DistributedConfig,
+    "checkpoint": CheckpointConfig, "logging": LoggingConfig,
+}  # fmt: skip
+NAN, INF = math.nan, math.inf
+# Each example builds a parser, so a failing one is not made smaller.
+FAST = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch):
+    """An empty folder, and no variable of ours in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("LLM_COURSE_")]:
+        monkeypatch.delenv(name)
+
+
+def outcome(words=(), file=None, **environment):
+    """The configuration of these sources, or the words of the refusal; any other error goes through."""
+    words = list(words)
+    if file is not None:
+        Path("run.yaml").write_text(file, encoding="utf-8")
+        words = ["--config", "run.yaml", *words]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(f"LLM_COURSE_{name}", value)
+        try:
+            return load_config(words)[0]
+        except ValueError as error:
+            return str(error)
+
+
+# ---------------------------------------------------------------- the tree
+
+
+def test_defaults_are_valid_and_have_one_length():
+    config = Config()
+    assert (config.training.max_steps, config.training.max_epochs, config.training.max_tokens) == (1000, None, None)
+    assert load_config([]) == (config, False) and load_config(["--resume"]) == (config, True)
+    assert not hasattr(config, "__slots__") and config != Config(run_dir="runs/other")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_sections_take_names_only(section):
+    with pytest.raises(TypeError, match="positional"):
+        SECTIONS[section](1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        SECTIONS[section](nonsense=1)
+
+
+def wrong_for(kind) -> list:
+    """Values that do not fit an annotation, found by rules of their own."""
+    text = repr(kind)
+    wrong = [object(), {"a": 1}, [1], 1j]
+    wrong += [] if "str" in text and "Literal" not in text else ["two words"]
+    wrong += [] if "NoneType" in text or "None" in text else [None]
+    wrong += [] if "bool" in text else [True]
+    wrong += [] if "float" in text else [1.0]
+    wrong += [] if "float" in text or "int" in text else [3]
+    return wrong
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_refuses_every_wrong_type_by_its_path(section):
+    for field in dataclasses.fields(SECTIONS[section]):
+        for value in wrong_for(field.type):
+            with pytest.raises(ValueError) as error:
+                SECTIONS[section](**{field.name: value})
+            assert str(error.value).startswith(f"{section}.{field.name}=") and " must be " in str(error.value), value
+
+
+@pytest.mark.parametrize(
+    "section, bad",
+    [
+        ("data", dict(vocab_size=0, sequence_length=-1, num_proc=0, num_workers=-1, val_fraction=0.0)),
+        ("data", dict(val_fraction=1, clean=["nfc", "shout"])),
+        ("data", dict(val_fraction=NAN)),
+        ("training", dict(max_steps=0, max_epochs=-1, max_tokens=0, batch_size=0, gradient_accumulation_steps=0, patience=0)),
+        ("training", dict(max_grad_norm=NAN, eval_interval=0, seed=-1)),
+        ("training", dict(max_grad_norm=INF, seed=2**63)),
+        ("training", dict(max_grad_norm=0)),
+        ("optimization", dict(learning_rate=0.0, warmup_steps=-1, weight_decay=-0.1, beta1=1.0, beta2=-0.1, min_lr_ratio=1.1)),
+        ("optimization", dict(learning_rate=NAN, weight_decay=INF, beta1=NAN, min_lr_ratio=NAN, router_bias_rate=-1e-3)),
+        ("optimization", dict(learning_rate=INF)),
+        ("distributed", dict(world_size=0, timeout=0, cpu_offload=True)),
+        ("distributed", dict(timeout=NAN)),
+        ("checkpoint", dict(save_interval=0, keep_last=0, best_metric="null")),
+        ("logging", dict(log_interval=0, sample_tokens=0, sample_interval=0, wandb_project="~")),
+    ],
+)
+def test_values_out_of_range_are_refused_by_their_path(section, bad):
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=rf"^{section}\.{name}[=:]"):
+            SECTIONS[section](**{name: value})
+
+
+def test_values_at_the_edge_are_taken():
+    OptimizationConfig(warmup_steps=0, weight_decay=0, beta1=0.0, min_lr_ratio=0, router_bias_rate=0.0)
+    OptimizationConfig(min_lr_ratio=1.0, beta2=0.9999)
+    TrainingConfig(seed=2**63 - 1, max_steps=1, patience=1, max_grad_norm=1e-300)
+    DataConfig(val_fraction=1e-9, num_workers=0, sequence_length=1)
+
+
+@pytest.mark.parametrize("given", [("max_steps", "max_epochs"), ("max_steps", "max_tokens"), ("max_epochs", "max_tokens")])
+def test_a_run_has_one_length(given):
+    with pytest.raises(ValueError, match=f"training.{given[0]}=2 and training.{given[1]}=2: a run has one length"):
+        TrainingConfig(**dict.fromkeys(given, 2))
+    for name in given:
+        config = Config(training=TrainingConfig(**{name: 2}))
+        assert getattr(config.training, name) == 2 and (config.training.max_steps is None) == (name != "max_steps")
+
+
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        (dict(run_dir=""), "run_dir='' is no folder: name one"),
+        (dict(data=DataConfig(sequence_length=257)), "data.sequence_length=257 does not fit model.max_position_embeddings=256"),
+        (dict(training=TrainingConfig(precision="fp16")), "training.precision=fp16 does not go with distributed.strategy=fsdp"),
+        (dict(training=TrainingConfig(compile=True)), "training.compile=True does not go with distributed.strategy=fsdp"),
+        (dict(optimization=OptimizationConfig(optimizer="muon")), "optimization.optimizer=muon does not go with"),
+        (
+            dict(distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")),
+            "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu: take gloo",
+        ),
+        (dict(optimization=OptimizationConfig(router_bias_rate=0.01)), "router_bias_rate=0.01 needs model.use_moe=True"),
+        (dict(model={"hidden_size": 64}), "model={'hidden_size': 64} must be a ModelConfig"),
+        (dict(run_dir=None), "run_dir=None must be a text"),
+    ],
+)
+def test_impossible_combinations_say_a_way_out(parts, words):
+    fsdp = {"distributed": DistributedConfig(strategy="fsdp")} if "fsdp" in words or "muon" in words else {}
+    with pytest.raises(ValueError) as error:
+        Config(**parts, **fsdp)
+    assert words in str(error.value)
+    if fsdp:  # each half alone is taken
+        Config(**parts)
+        Config(**fsdp)
+
+
+def test_combinations_that_go_together_are_taken():
+    Config(model=ModelConfig(use_moe=True), optimization=OptimizationConfig(router_bias_rate=0.01))
+    fsdp = DistributedConfig(strategy="fsdp", cpu_offload=True, backend="gloo")
+    Config(distributed=fsdp, training=TrainingConfig(device="cpu"))
+    Config(data=DataConfig(sequence_length=256))
+
+
+def test_nothing_is_shared():
+    one, other, names = Config(), Config(), ["a.txt"]
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(field.type):
+            assert getattr(one, field.name) is not getattr(other, field.name)
+    one.data.files.append("b.txt")
+    mine = DataConfig(files=names)
+    names.append("b.txt")
+    assert other.data.files == [] and mine.files == ["a.txt"]
+    training = TrainingConfig()
+    assert Config(training=training).training.max_steps == 1000 and training.max_steps is None  # the caller's stays as it was
+
+
+def test_whatever_can_be_made_can_be_saved():
+    config = Config(
+        run_dir=Path("runs/x"),
+        data=DataConfig(files=(Path("a.txt"), "b.txt"), val_fraction=np.float32(0.5), vocab_size=np.int64(300), clean="nfc"),
+        optimization=OptimizationConfig(weight_decay=0, learning_rate=np.float64(1e-7)),
+        model=ModelConfig(hidden_size=np.int32(64), rope_scaling=RopeScaling(rope_type="linear", factor=2)),
+    )
+    save_config(config, "config.yaml")
+    assert read_config("config.yaml") == config
+    assert config.data.files == ["a.txt", "b.txt"] and config.data.clean == ["nfc"]
+
+
+def test_words_for_annotations():
+    words = config_module._in_words
+    assert words(int | None) == "a whole number or null" and words(bool) == "true or false"
+    assert words(list[str] | str) == "a list of texts or a text" and words(Literal["a"] | None) == "a or null"
+    assert words(ModelConfig.__dataclass_fields__["layer_types"].type).startswith("a list of sliding_attention or full_attention")
+
+
+# ---------------------------------------------------------------- precedence
+
+
+def test_every_pair_and_every_set_of_sources():
+    """All subsets of the four sources, for a key that all of them name and one that only the file names."""
+    for file, environment, words in product((False, True), repeat=3):
+        config = outcome(
+            ["--training.max_steps", "300"] if words else [],
+            "training: {max_steps: 100, batch_size: 3}" if file else None,
+            **({"TRAINING__MAX_STEPS": "200"} if environment else {}),
+        )
+        assert config.training.max_steps == (300 if words else 200 if environment else 100 if file else 1000)
+        assert config.training.batch_size == (3 if file else 16)
+
+
+def test_of_several_files_the_later_wins_key_by_key(monkeypatch):
+    Path("a.yaml").write_text("training: {max_steps: 1, batch_size: 5}\ndata: {files: [a]}")
+    Path("b.yaml").write_text("training: {max_steps: 2}\ndata: {files: [b]}")
+    both = load_config(["--config", "a.yaml", "--config=b.yaml"])[0]
+    assert (both.training.max_steps, both.training.batch_size, both.data.files) == (2, 5, ["b"])
+    monkeypatch.setenv("LLM_COURSE_CONFIG", "b.yaml")  # lies below the files of the command line
+    named = load_config(["--config", "a.yaml"])[0]
+    assert (named.training.max_steps, load_config([])[0].training.max_steps) == (1, 2)
+    assert read_config("a.yaml").training.max_steps == 1
+    monkeypatch.setenv("LLM_COURSE_CONFIG", "c.yaml")
+    assert "c.yaml: there is no such file" in outcome()
+
+
+def test_the_last_word_wins_and_dashes_are_underscores():
+    words = ["--training.max_steps", "5", "--run-dir", "my-runs/a", "--training.max-steps=7", "--logging.sample_prompt=--a-b"]
+    config = outcome(words)
+    assert (config.training.max_steps, config.run_dir, config.logging.sample_prompt) == (7, "my-runs/a", "--a-b")
+
+
+def test_a_length_is_changed_by_setting_the_other_to_null():
+    file = "training: {max_steps: 7}"
+    assert "set the others to null" in outcome(["--training.max_tokens", "5"], file)
+    assert outcome(["--training.max_tokens", "5", "--training.max_steps", "null"], file).training.max_tokens == 5
+
+
+def test_a_saved_run_ignores_the_environment(monkeypatch):
+    save_config(Config(model=ModelConfig(hidden_size=64)), "config.yaml")
+    monkeypatch.setenv("LLM_COURSE_MODEL__HIDDEN_SIZE", "32")
+    assert read_config("config.yaml").model.hidden_size == 64
+    assert load_config(["--config", "config.yaml"])[0].model.hidden_size == 32
+    monkeypatch.setenv("LLM_COURSE_NONSENSE", "1")
+    assert read_config("config.yaml").model.hidden_size == 64
+
+
+def test_print_config_can_be_read_back(capsys):
+    words = ["--data.files", "a: b.txt", "--training.max_epochs", "3", "--model.rope_scaling", "{rope_type: linear, factor: 2}"]
+    expected = outcome(words)
+    with pytest.raises(SystemExit) as leave:
+        load_config([*words, "--print-config"])
+    assert leave.value.code == 0
+    printed = capsys.readouterr().out
+    keys = [line.partition(":")[0] for line in printed.splitlines() if line[0].isalpha()]
+    assert keys == [field.name for field in dataclasses.fields(Config)]  # in the order of the class
+    assert outcome([], printed) == expected and not Path("runs").exists()
+
+
+def test_help_shows_every_key_with_its_words(capsys):
+    with pytest.raises(SystemExit) as leave:
+        load_config(["--help"])
+    assert leave.value.code == 0
+    text = capsys.readouterr().out
+    leaves = [key for key in sources._TYPES if key not in sources._SECTIONS and key.count(".") <= 1]
+    assert [key for key in leaves if f"--{key} " not in text] == []
+    assert "decoupled decay, on matrices only" in text and "passes over the training data" in text
+
+
+# ---------------------------------------------------------------- what is refused, with its words
+
+
+REFUSED = [
+    # unknown keys and the nearest name
+    (["--training.max_stepz", "3"], None, {}, "command line: 'training.max_stepz' is no key"),
+    (["--max_steps", "3"], None, {}, "do you mean 'training.max_steps'?"),
+    (["--training.max_step", "3"], None, {}, "'training.max_step' is no key"),  # no abbreviations
+    (["--lr", "3"], None, {}, "'lr' is no key of the configuration; --print_config shows all of them"),
+    (["--model.rope_scaling.factr=4"], None, {}, "do you mean 'model.rope_scaling.factor'?"),
+    (["--model.patience", "3"], None, {}, "do you mean 'training.patience'?"),  # the right word in another section
+    (["--training", "{max_steps: 3, max_steps: 4}"], None, {}, "set its keys one by one, such as training.max_steps"),
+    ([], "training: {max_stepz: 3}", {}, "run.yaml: 'training.max_stepz' is no key of the configuration; do you mean"),
+    ([], "learning_rate: 3", {}, "do you mean 'optimization.learning_rate'?"),
+    ([], "optimisation: {learning_rate: 3}", {}, "configuration; do you mean 'optimization'?"),
+    ([], "model: {rope_scaling: {rope_type: linear, factr: 2}}", {}, "'model.rope_scaling.factr' is no key"),
+    ([], "resume: true", {}, "'resume' is no key"),
+    ([], "{1: 2}", {}, "'1' is no key"),
+    ([], "training.max_steps: 5\ntraining: {max_steps: 6}", {}, "'training.max_steps' must be nested"),
+    ([], None, {"TRAINING__MAX_STEPZ": "3"}, "environment variable LLM_COURSE_TRAINING__MAX_STEPZ: 'training.max_s"),
+    ([], None, {"MAX_STEPS": "3"}, "do you mean 'training.max_steps'?"),
+    ([], None, {"TRAINING": "{max_steps: 3}"}, "'training' is a section; set its keys one by one"),
+    ([], None, {"MODEL__ROPE_SCALING__FACTOR": "3"}, "'model.rope_scaling' is one value here; set it as a whole"),
+    ([], None, {"PRINT_CONFIG": "1"}, "'print_config' is no key"),
+    # doubled keys
+    ([], "training: {max_steps: 1}\ndata: {}\ntraining: {batch_size: 2}", {}, "run.yaml: line 3: the key 'training' st"),
+    ([], "training:\n  seed: 1\n  max_steps: 1\n  seed: 1\n", {}, "line 4: the key 'seed' stands in line 2 already; keep one"),
+    ([], "model: {rope_scaling: {factor: 1,\n factor: 2}}", {}, "line 2: the key 'factor' stands in line 1 already"),
+    # wrong types
+    (["--training.max_steps", "many"], None, {}, "training.max_steps=many must be a whole number or null"),
+    (["--training.max_steps", "1e3"], None, {}, "training.max_steps=1e3 must be a whole number or null"),
+    ([], "training: {max_steps: true}", {}, "training.max_steps=True must be a whole number or null"),
+    ([], "training: {batch_size: 2.5}", {}, "training.batch_size=2.5 must be a whole number"),
+    ([], "training: {batch_size: null}", {}, "training.batch_size=None must be a whole number"),
+    ([], "training: {max_steps: {a: 1}}", {}, "training.max_steps={'a': 1} must be a whole number or null"),
+    ([], "optimization: {learning_rate: fast}", {}, "optimization.learning_rate=fast must be a number"),
+    ([], "optimization: {schedule: cosin}", {}, "optimization.schedule=cosin must be cosine or linear or wsd or constant"),
+    ([], "data: {corpus: no}", {}, "data.corpus=False must be a text; in quotes it is a text"),
+    ([], "run_dir: 1.10", {}, "run_dir=1.1 must be a text; in quotes it is a text"),
+    ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of texts or a text"),
+    ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=None must be a text"),
+    ([], None, {"TRAINING__COMPILE": "perhaps"}, "training.compile=perhaps must be true or false"),
+    ([], "training: {max_steps: 010}", {}, "line 1: 010 is 8 in YAML; write that, or quotes around it"),
+    ([], "training:\n  max_steps: 1:30", {}, "line 2: 1:30 is 90 in YAML"),
+    ([], "model: {hidden_size: null}", {}, "model.hidden_size=None must be a whole number"),
+    ([], "model: {layer_types: [full]}", {}, "model.layer_types=['full'] must be a list of sliding"),
+    ([], "model: {rope_scaling: {rope_type: linear}}", {}, "model.rope_scaling.factor is missing"),
+    ([], "model: {rope_scaling: {rope_type: cubic, factor: 2}}", {}, "rope_scaling.rope_type=cubic must be linear or llama3"),
+    ([], "model: {rope_scaling: {rope_type: linear, factor: null}}", {}, "model.rope_scaling.factor is missing"),
+    ([], None, {"MODEL__ROPE_SCALING": "{factor: 8}"}, "model.rope_scaling.rope_type is missing"),
+    # impossible values and combinations, with the path also where the model's own check speaks
+    ([], "model: {num_heads: 3}", {}, "model.hidden_size=256 must be a multiple of num_heads=3"),
+    ([], "model: {rope_scaling: {rope_type: linear, factor: 0.5}}", {}, "model.rope_scaling.factor=0.5 must be a finite"),
+    ([], "optimization: {learning_rate: .nan}", {}, "optimization.learning_rate=nan must be a positive finite number"),
+    (["--data.sequence_length", "300"], None, {}, "data.sequence_length=300 does not fit model.max_position_embeddings=256"),
+    # files that are none
+    ([], "training:", {}, "run.yaml: training=None must hold keys and values of its own"),
+    ([], "- 1", {}, "it must hold keys and values"),
+    ([], "training: [", {}, "run.yaml: line 1: while parsing a flow node, expected"),
+    ([], "a: 1\n---\nb: 2", {}, "expected a single document"),
+    ([], "? [a, b]\n: 1", {}, "run.yaml: "),
+    ([], "run_dir: !!python/object/apply:os.system ['touch owned']", {}, "could not determine a constructor"),
+    (["--config", "missing.yaml"], None, {}, "--config missing.yaml: there is no such file"),
+    (["--config", "."], None, {}, "--config .: there is no such file"),
+    (["--config"], None, {}, "expected one argument"),
+    (["--training.max_steps"], None, {}, "expected one argument"),
+    (["training.max_steps=5"], None, {}, "unrecognized arguments: training.max_steps=5"),
+    (["-x"], None, {}, "unrecognized arguments: -x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, file, environment, message", REFUSED, ids=[case[3][:50] for case in REFUSED])
+def test_refused_with_these_words(words, file, environment, message):
+    said = outcome(words, file, **environment)
+    assert isinstance(said, str), said
+    assert message in said and "\n" not in said
+    assert {path.name for path in Path().iterdir()} <= {"run.yaml"}  # nothing was started
+
+
+def test_a_variable_in_small_letters_is_refused():
+    if sys.platform != "win32":
+        assert outcome(**{"training__max_steps": "3"}).endswith("its name must be in capitals")
+    assert outcome(XYLOPHONE="x").endswith("shows all of them") and isinstance(outcome(), Config)
+
+
+def test_files_in_odd_encodings():
+    Path("latin.yaml").write_bytes(b"run_dir: caf\xe9")
+    assert "latin.yaml: 'utf-8' codec can't decode" in outcome(["--config", "latin.yaml"])
+    Path("weird [1] name.yaml").write_text("run_dir: café\nlogging: {sample_prompt: '深'}", encoding="utf-8")
+    config = outcome(["--config", "weird [1] name.yaml"])
+    assert (config.run_dir, config.logging.sample_prompt) == ("café", "深")
+
+
+@pytest.mark.parametrize(
+    "key, text, value",
+    [
+        ("optimization.learning_rate", "5e-4", 5e-4),
+        ("optimization.learning_rate", "1", 1.0),
+        ("training.max_steps", "1_000", 1000),
+        ("training.max_steps", "'010'", 10),
+        ("training.compile", "yes", True),
+        ("data.files", "a.txt", ["a.txt"]),
+        ("data.files", "[a.txt, 'no']", ["a.txt", "no"]),
+        ("data.corpus", "'no'", "no"),
+        ("checkpoint.best_metric", "null", None),
+        ("model.layer_types", "null", None),
+    ],
+)
+def test_what_a_file_gives(key, text, value):
+    section, name = key.split(".")
+    got = getattr(getattr(outcome([], f"{section}: {{{name}: {text}}}"), section), name)
+    assert got == value and type(got) is type(value)
+
+
+def test_words_and_variables_are_texts_where_texts_are_asked():
+    for text in ("no", "1.10", "null", "010", "12:30", "{a: b}", "[x", "it's: 深"):
+        assert outcome(["--logging.sample_prompt", text]).logging.sample_prompt == text
+    assert outcome(LOGGING__SAMPLE_PROMPT="no").logging.sample_prompt == "no"
+
+
+def test_nested_values_from_every_source():
+    file = "model: {rope_scaling: {rope_type: linear, factor: 2.0}}"
+    two = RopeScaling(rope_type="linear", factor=2.0)
+    assert outcome([], file).model.rope_scaling == two
+    assert outcome(["--model.rope_scaling", "{rope_type: linear, factor: 2}"]).model.rope_scaling == two
+    assert outcome([], MODEL__ROPE_SCALING="{rope_type: linear, factor: 2}").model.rope_scaling == two
+    assert outcome(["--model.rope_scaling.factor=8"], file).model.rope_scaling.factor == 8
+    assert outcome(["--model.rope_scaling", "null"], file).model.rope_scaling is None
+
+
+def test_strict_loader_gives_what_pyyaml_gives():
+    text = "b: &b {x: 1, y: [0, -0, +5, 0x1F, 1_000, '010', 0.5, 2001-01-01]}\n"
+    text += "m: {<<: *b, x: 2}\nn: {<<: [*b, {z: 1}]}\n? null\n: 1"
+    assert sources._StrictLoader(text).get_single_data() == yaml.safe_load(text)
+    assert yaml.safe_load("{a: 1, a: 010}") == {"a": 8}  # what the plain one takes silently
+
+
+def test_nearest_name_finds_every_slip_of_one_letter():
+    """Drop, double or swap a letter of a key's last word: the nearest name is the key itself, or one with the same last word."""
+    for key in sorted(set(sources._TYPES) - sources._SECTIONS)[::3]:
+        section, _, leaf = key.rpartition(".")
+        if len(leaf) < 5:
+            continue
+        for slip in (leaf[:2] + leaf[3:], leaf[:3] + leaf[2:], leaf[:1] + leaf[2] + leaf[1] + leaf[3:]):
+            name = f"{section}.{slip}".lstrip(".")
+            if name not in sources._TYPES:
+                assert f"{leaf}'?" in sources._nearest(name), (name, sources._nearest(name))
+
+
+# ---------------------------------------------------------------- round trip
+
+
+def values_of(kind, name):
+    """Values of an annotation; what is refused for its range is left out by the caller."""
+    odd = ["no", "1e3", "-1.5e3", "010", "[a]", "{b", "a: b", "- x", "", " ", "null ", "2024-01-01", "é\n\t\x85\u2028\ufeff"]
+    text = st.sampled_from(odd) | st.text()
+    number = st.floats(min_value=1e-300, max_value=0.999, exclude_max=True)
+    table = {
+        int: st.integers(1, 2**40), float: number, bool: st.booleans(), int | None: st.none() | st.integers(1, 2**40),
+        str: text.filter(lambda value: name != "run_dir" or value), str | None: st.none() | text,
+        list[str] | str: st.lists(text, max_size=3),
+    }  # fmt: skip
+    if name == "clean":
+        return st.lists(st.sampled_from(list(config_module.CLEANING_STEPS)), max_size=3)
+    return table[kind] if kind in table else st.sampled_from(kind.__args__)
+
+
+@st.composite
+def configurations(draw):
+    def part(kind, keep=()):
+        chosen = [field for field in dataclasses.fields(kind) if field.name not in keep and draw(st.booleans())]
+        return {field.name: draw(values_of(field.type, field.name)) for field in chosen}
+
+    training = part(TrainingConfig)
+    for name in draw(st.permutations(["max_steps", "max_epochs", "max_tokens"]))[1:]:
+        training.pop(name, None)
+    distributed = part(DistributedConfig, keep=("strategy", "cpu_offload"))
+    yarn = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=0.1 + 0.2)
+    shapes = [
+        ModelConfig(),
+        ModelConfig(rope_scaling=yarn),
+        ModelConfig(use_moe=True, num_experts=3, top_k=1),
+        ModelConfig(dropout=1e-5, layer_types=["full_attention"] * 4, sliding_window=7),
+    ]
+    return dict(
+        run_dir=draw(values_of(str, "run_dir")),
+        task=draw(values_of(str, "task")),
+        model=draw(st.sampled_from(shapes)),
+        data=part(DataConfig, keep=("sequence_length",)),
+        training=training,
+        optimization=part(OptimizationConfig, keep=("router_bias_rate",)),
+        distributed=distributed,
+        checkpoint=part(CheckpointConfig),
+        logging=part(LoggingConfig),
+    )
+
+
+@given(parts=configurations())
+@settings(FAST, max_examples=20)
+def test_round_trip(parts):
+    try:
+        config = Config(**{name: SECTIONS[name](**value) if name in SECTIONS else value for name, value in parts.items()})
+    except ValueError as error:
+        assert "nccl" in str(error) or "writes nothing" in str(error)
+        return
+    save_config(config, "config.yaml")
+    assert read_config("config.yaml") == config
+    assert [path.name for path in Path().iterdir() if path.suffix == ".tmp"] == []
+
+
+LEAVES = st.sampled_from(sorted({key.rpartition(".")[2] for key in sources._TYPES}))
+SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "no", "linear", "auto", "a.txt"])
+TREES = st.recursive(SCALARS, lambda part: st.lists(part, max_size=2) | st.dictionaries(LEAVES, part, max_size=3), max_leaves=6)
+
+
+@given(tree=TREES, key=st.sampled_from(sorted(sources._TYPES)))
+@settings(FAST, max_examples=30)
+def test_any_file_gives_a_configuration_or_a_refusal(tree, key):
+    for name in reversed(key.split(".")):
+        tree = {name: tree}
+    said = outcome([], yaml.safe_dump(tree))  # another kind of error would go through
+    assert isinstance(said, Config) or said
+
+
+def test_a_failed_save_leaves_the_old_file(monkeypatch):
+    save_config(Config(run_dir="old"), "config.yaml")
+
+    def full(path, text, **_):
+        path.write_bytes(text[:20].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_config(Config(run_dir="new"), "config.yaml")
+    assert read_config("config.yaml").run_dir == "old"

@@ -1,0 +1,121 @@
+"""Devices, wrappers, random state, and the runtime of one process."""
+
+import json
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llm_course.training.devices import Runtime, computes_in_bf16, resolve_device, rng_state, set_rng_state, unwrap
+
+
+def test_device_is_resolved_or_refused_at_once():
+    assert resolve_device("cpu") == torch.device("cpu")
+    wanted = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    assert resolve_device("auto").type == wanted
+    for name in ("cuda:77", "gpu", ""):
+        with pytest.raises(ValueError, match=f"training.device='{name}' cannot be used here.*auto or cpu"):
+            resolve_device(name)
+
+
+def test_bf16_is_asked_of_the_hardware(monkeypatch):
+    for answers, wanted in (((False, False), False), ((True, False), True), ((False, True), True)):
+        for name, answer in zip(("_is_avx512_bf16_supported", "_is_amx_tile_supported"), answers, strict=True):
+            monkeypatch.setattr(torch.cpu, name, partial(bool, answer))
+        assert computes_in_bf16(torch.device("cpu")) is wanted
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert not computes_in_bf16(torch.device("cuda"))  # emulated only
+    assert not computes_in_bf16(torch.device("mps"))
+
+
+class Named(nn.Module):
+    """A model whose own part is called `module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.out = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.out(self.module(x))
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_unwrap_removes_wrappers_and_nothing_else(group):
+    model = Named()
+    assert unwrap(model) is model  # not model.module
+    for wrapped in (
+        torch.compile(model),
+        DistributedDataParallel(model),
+        DistributedDataParallel(torch.compile(model)),
+        torch.compile(DistributedDataParallel(model)),
+    ):
+        assert wrapped is not model and unwrap(wrapped) is model
+        assert set(unwrap(wrapped).state_dict()) == {"module.weight", "module.bias", "out.weight", "out.bias"}
+
+
+def draws():
+    return [torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), np.random.rand(), random.gauss(), random.random()]
+
+
+def test_random_state_of_all_generators_is_drawn_again():
+    outside = rng_state()
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    draws()  # normal numbers come in pairs: in NumPy and in Python one is now waiting
+    state = rng_state()
+    wanted = [draws(), draws()]
+    torch.manual_seed(2), np.random.seed(2), random.seed(2)
+    assert all(a != b for a, b in zip(draws(), wanted[0], strict=True))
+    set_rng_state(state)
+    assert [draws(), draws()] == wanted
+
+    def differing(part):  # leave one library out: its draws differ, and only they
+        set_rng_state(state | {part: {"torch": outside["torch"]}.get(part, outside[part])})
+        return [a != b for a, b in zip(draws(), wanted[0], strict=True)]
+
+    assert differing("torch") == [True, False, False, False, False]
+    assert differing("numpy") == [False, True, True, False, False]
+    assert differing("python") == [False, False, False, True, True]
+    set_rng_state(outside)
+
+
+def test_random_state_is_tensors_and_json():
+    state = rng_state()
+    again = json.loads(json.dumps(state, default=lambda tensor: tensor.tolist()))
+    assert again["torch"] == state["torch"].tolist() and again["python"]["keys"] == state["python"]["keys"].tolist()
+    again["torch"] = torch.tensor(again["torch"], dtype=torch.uint8)
+    for part in ("numpy", "python"):
+        again[part]["keys"] = torch.tensor(again[part]["keys"])
+    wanted = draws()
+    set_rng_state(again)
+    assert draws() == wanted
+
+
+def test_runtime_of_one_process():
+    runtime, model = Runtime(), nn.Linear(2, 2)
+    assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
+    assert runtime.wrap(model) is model and runtime.device("cpu") == torch.device("cpu")
+    assert runtime.any(True) and not runtime.any(False) and runtime.gather({"a": 1}) == [{"a": 1}]
+    tensor = torch.tensor(3.0)
+    assert runtime.sum(tensor) == 3 and runtime.whole(tensor) is tensor
+    runtime.shard(model, bf16=True), runtime.barrier()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with runtime.no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    other = nn.Linear(2, 2)
+    resumed = torch.optim.AdamW(other.parameters())
+    runtime.load_model(other, runtime.model_state(model))
+    runtime.load_optimizer(resumed, runtime.optimizer_state(optimizer))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])

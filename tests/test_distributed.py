@@ -1,0 +1,207 @@
+"""Two processes must learn what one learns, resume exactly, stop together, and fall together. On gloo, so on any machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import distributed_worker as worker
+import numpy as np
+import pytest
+import torch
+
+from llm_course.training.callbacks import read_metrics
+from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
+from llm_course.training.config import Config, DistributedConfig, ModelConfig, TrainingConfig
+from llm_course.training.distributed import DistributedManager, launch
+from llm_course.training.engine import TrainingEngine
+from llm_course.training.train import train_worker
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo over Windows is not tried here")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(worker.on_two_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """A step of gradient descent on eight rows at once."""
+    config = worker.make_config(training=dict(max_steps=1, batch_size=8, eval_interval=1))
+    return worker.train(config, task=worker.GradientTask)
+
+
+def largest_difference(one, other):
+    return max(float(np.abs(np.asarray(one[name]) - np.asarray(other[name])).max()) for name in one)
+
+
+# Case 13
+def test_accumulation_gives_the_gradient_of_the_whole_batch(one_process):
+    config = worker.make_config(training=dict(max_steps=1, batch_size=4, gradient_accumulation_steps=2, eval_interval=1))
+    state, record = worker.train(config, task=worker.GradientTask)
+    assert largest_difference(one_process[0]["model"], state["model"]) < 1e-6
+    assert record.rows[0]["num_targets"] == one_process[1].rows[0]["num_targets"]
+    assert record.rows[0]["num_targets"] < 8 * 4, "the rows must have unequal numbers of targets, or nothing is proved"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["step", "accumulated"])
+def test_two_ranks_give_the_gradient_of_the_whole_batch(one_process, two_ranks, strategy, kind):
+    weights = two_ranks[f"{strategy} {kind}"]
+    weights = weights[0] if kind == "step" else weights
+    moved = largest_difference(one_process[0]["model"], worker.numbers(fresh_weights()))
+    assert moved > 1e-2 and largest_difference(one_process[0]["model"], weights) < 1e-6
+
+
+def fresh_weights():
+    config = worker.make_config()
+    task = worker.GradientTask(config)
+    engine = TrainingEngine(config, task, task.build_data())
+    engine.setup()
+    return engine.model.state_dict()
+
+
+# Case 17
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_uneven_validation_is_the_mean_over_all_targets(one_process, two_ranks, strategy):
+    row, expected = two_ranks[f"{strategy} step"][1], one_process[1].rows[0]
+    assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert row["num_targets"] == expected["num_targets"] and row["loss_sum"] == pytest.approx(expected["loss_sum"], rel=1e-5)
+
+
+# Case 10
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_resume_on_two_ranks_is_exact(two_ranks, strategy):
+    assert two_ranks[f"{strategy} resume"] == []
+
+
+@pytest.mark.parametrize("at", [2, 3, 7])
+@pytest.mark.parametrize(
+    "training",
+    [dict(gradient_accumulation_steps=2), dict(precision="bf16"), dict(precision="fp16", gradient_accumulation_steps=3)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_resume_in_one_process_is_exact(training, at):
+    config = worker.make_config(model=dict(dropout=0.1), training=training | dict(max_steps=9))
+    assert worker.resume_differs(config, at=at) == []
+
+
+def test_a_difference_would_be_found():
+    config = worker.make_config(model=dict(dropout=0.1), training=dict(max_steps=4))
+    whole, record = worker.train(config, at=2)
+    record.state["rng"]["0"]["torch"] = torch.get_rng_state()
+    assert any(".model." in path for path in worker.differences(whole, worker.train(config, state=record.state)[0]))
+
+
+# Case 12
+def test_a_compiled_distributed_model_loads_into_a_plain_one_and_back(two_ranks):
+    there = {name: torch.from_numpy(tensor) for name, (_, tensor) in two_ranks["compiled ddp"]["model"].items()}
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in there)
+    config = worker.make_config()
+    task = worker.CopyTask(config)
+    engine = TrainingEngine(config, task, task.build_data())
+    engine.setup()
+    assert engine.model.load_state_dict(there).missing_keys == []
+
+
+# Case 11
+def test_another_number_of_processes_is_refused_unless_allowed(two_ranks):
+    state = restore(two_ranks["compiled ddp"])
+    config = worker.make_config()
+    task = worker.CopyTask(config)
+    with pytest.raises(ValueError, match="trained by 2 processes and now there are 1.*allow_changes"):
+        TrainingEngine(config, task, task.build_data()).setup(state)
+    config.checkpoint.allow_changes = True
+    engine = TrainingEngine(config, task, task.build_data())
+    with pytest.warns(UserWarning, match="world_size was 2, is 1.*next epoch"):
+        engine.setup(state)
+    assert (engine.state.step, engine.state.epoch, engine.state.batch) == (2, state["state"]["epoch"] + 1, 0)
+    engine.run()
+
+
+def restore(tree):
+    if isinstance(tree, dict):
+        return {name: restore(value) for name, value in tree.items()}
+    return torch.from_numpy(tree[1]) if isinstance(tree, tuple) and tree[0] == "tensor" else tree
+
+
+def test_idle_experts_and_small_questions(two_ranks):
+    assert two_ranks["idle experts"] and two_ranks["mean"] == 0.5 and two_ranks["any"] == (True, False)
+
+
+# Case 18
+def test_a_rank_that_dies_brings_the_run_down_at_once():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="a training process ended"):
+        launch(worker.dies_in_rank_1, 2, 300.0)
+    assert time.monotonic() - start < 100  # far below the timeout of 300 s
+
+
+def test_the_error_of_a_rank_is_raised_here():
+    with pytest.raises(ValueError, match="rank 1 has had enough"):
+        launch(worker.refuses_in_rank_1, 2)
+
+
+WORDS = (
+    "--task distributed_worker:CopyTask --run-dir run --model.hidden_size 16 --model.num_layers 1 --model.num_heads 2 "
+    "--model.num_kv_heads 1 --training.batch_size 4 --training.eval_interval 5 --training.device cpu --training.precision fp32 "
+    "--checkpoint.save_interval 2 --logging.log_interval 1 --logging.tensorboard false --logging.progress false"
+).split()
+MAIN = "import sys; from llm_course.cli import main; sys.exit(main())"
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+
+
+# Cases 18 and 10: torchrun carries on
+def test_torchrun_restarts_a_dead_rank_from_the_last_checkpoint(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words = ["train", *WORDS, "--task", "distributed_worker:Dying", "--training.max_steps", "8"]
+    run = [*torchrun, "--no-python", sys.executable, "-c", MAIN, *words]
+    process = subprocess.run(run, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "run" / "died").exists() and "resuming the unfinished run in run at step" in process.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
+    assert load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())["state"]["step"] == 8
+
+
+# Cases 19 and 21
+def test_sigterm_stops_all_ranks_at_one_step_and_a_second_run_is_refused(tmp_path):
+    words = [sys.executable, "-c", MAIN, "train", *WORDS, "--distributed.world_size", "2", "--training.max_steps", "1000000"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.is_file() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    words = [sys.executable, "-c", MAIN, "train", *WORDS]
+    second = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert second.returncode == 2 and "another process is training in run" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    state = load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())
+    assert f"stopped by SIGTERM after step {state['state']['step']}" in stdout
+    assert state["world_size"] == 2 and state["rng"].keys() == {"0", "1"}
+    assert read_metrics(metrics)[-1]["step"] == state["state"]["step"]
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        (dict(distributed=DistributedConfig(strategy="fsdp")), "needs several processes"),
+        (dict(distributed=DistributedConfig(world_size=2, backend="nccl")), "nccl needs CUDA"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, parts, message):
+    if torch.cuda.is_available() and "nccl" in message:
+        pytest.skip("nccl can be used here")
+    with pytest.raises(ValueError, match=message):
+        train_worker(Config(run_dir=str(tmp_path / "run"), model=ModelConfig(), training=TrainingConfig(), **parts))
+
+
+def test_without_torchrun_the_manager_says_what_is_missing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK is not in the environment: start with torchrun"):
+        DistributedManager(DistributedConfig())
