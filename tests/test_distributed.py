@@ -90,6 +90,15 @@ def test_resume_in_one_process_is_exact(training, at):
     assert worker.resume_differs(config, at=at) == []
 
 
+def test_resume_is_exact_where_other_code_has_left_autocast_open():
+    torch.autocast_increment_nesting()  # its cache is emptied only when the outermost context ends
+    try:
+        assert worker.resume_differs(worker.make_config(training=dict(precision="bf16", max_steps=4)), at=2) == []
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
 def test_a_difference_would_be_found():
     config = worker.make_config(model=dict(dropout=0.1), training=dict(max_steps=4))
     whole, record = worker.train(config, at=2)

@@ -281,7 +281,8 @@ class TrainingEngine:
             for tensor in batch.values():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        with compiling, torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
+        # without autocast's cache: where other code has left a context open, it would serve the weights of earlier steps
+        with compiling, torch.autocast(self.device.type, dtype=dtype, cache_enabled=False) if dtype else nullcontext():
             output = step(model, batch)
         if fault := _fault_of(output, needs_gradient=torch.is_grad_enabled()):
             raise ValueError(f"{type(self.task).__name__}.{step.__name__} must return StepOutput(loss_sum, num_targets): {fault}")
