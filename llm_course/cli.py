@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-# %% ../nbs/19_training_command.ipynb #9050453a
+# %% ../nbs/19_training_command.ipynb #756aeb31
 COMMANDS = {
     "train": ("train a model, or go on with an unfinished run", "llm_course.training.train:main"),
     "resume": ("go on with an unfinished run as it was configured", "llm_course.training.train:resume_command"),
@@ -22,7 +22,13 @@ COMMANDS = {
     "doctor": ("check what this machine has and whether it computes right", "llm_course.training.monitoring:doctor_command"),
 }
 
+# %% ../nbs/19_training_command.ipynb #c61bfcd4
+def _is_ours(error: BaseException) -> bool:
+    """Whether the package itself refused something, so that its words suffice; a bug elsewhere shows its place as well."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, OSError) or frames[-1].startswith("llm_course.")
 
+# %% ../nbs/19_training_command.ipynb #4cbeaa34
 def main(argv: Sequence[str] | None = None) -> int:
     """The program `llm-course`: finds the command and hands it the rest of the line. Returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
@@ -44,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[words[0]][1].partition(":")
     try:
         return getattr(importlib.import_module(module), function)(words[1:])
-    except BrokenPipeError:  # the reader of our output had enough
+    except BrokenPipeError:  # the reader of our output had enough: end as a program does that SIGPIPE ends
         sys.stdout = None
-        return 0
+        return 141
     except (ValueError, OSError, FloatingPointError) as error:
         if not _is_ours(error):
             traceback.print_exc()
@@ -56,9 +62,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the newest checkpoint is what is kept", file=sys.stderr)
         return 130
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether the package itself refused something, so that its words suffice; a bug elsewhere shows its place as well."""
-    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, OSError) or frames[-1].startswith("llm_course.")

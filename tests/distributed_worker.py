@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from llm_course.model.decoder import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
@@ -115,6 +117,47 @@ def resume_differs(config: Config, *, at: int, runtime: Runtime | None = None) -
     return differences(whole, resumed) + differences(record.rows[at:], second.rows, "rows")
 
 
+class CountingManager(DistributedManager):
+    """Counts the all-reduces of gradients that DDP makes."""
+
+    counted = 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        wrapped = super().wrap(model)
+        wrapped.register_comm_hook(None, self._count)
+        return wrapped
+
+    def _count(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self.counted += 1
+        return allreduce_hook(None, bucket)
+
+
+class NeverSyncs(DistributedManager):
+    """Planted: gradients are never exchanged."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def held_bytes(runtime: Runtime) -> list[int]:
+    """Bytes of parameters, gradients and moments that each process holds after a step, added up by kind and rank."""
+    held = []
+
+    class Weigh(CopyTask):
+        def after_update(self, model: nn.Module, sum_over_ranks: Any) -> None:
+            moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+            parts = (list(model.parameters()), [parameter.grad for parameter in model.parameters()], moments)
+            local = [[getattr(tensor, "_local_tensor", tensor).nbytes for tensor in part] for part in parts]
+            held.append([sum(sizes) for sizes in local])
+
+        def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            self.optimizer = super().build_optimizer(model)
+            return self.optimizer
+
+    train(make_config(training=dict(max_steps=1)), task=Weigh, runtime=runtime)
+    return runtime.gather(held[0])
+
+
 def on_two_ranks() -> dict[str, Any]:
     """Everything that two processes are asked, in one start of them; returns plain values."""
     found: dict[str, Any] = {}
@@ -129,9 +172,27 @@ def on_two_ranks() -> dict[str, Any]:
             found[f"{name} accumulated"] = numbers(state["model"])
             dropout = make_config(model=dict(dropout=0.1), training=dict(gradient_accumulation_steps=2, max_steps=7))
             found[f"{name} resume"] = resume_differs(dropout, at=4, runtime=runtime)
+            found[f"{name} held"] = held_bytes(runtime)
+        # Everything that saves memory at once. The moments' place does not change what is computed.
+        saving = DistributedManager(DistributedConfig(strategy="fsdp", cpu_offload=True), device="cpu")
+        frugal = dict(activation_checkpointing=True)
+        state, _ = train(make_config(training=once | frugal), task=GradientTask, runtime=saving)
+        found["frugal step"] = numbers(state["model"])
+        dropout = make_config(model=dict(dropout=0.1), training=frugal | dict(max_steps=4))
+        found["frugal resume"] = resume_differs(dropout, at=2, runtime=saving)
+        state, record = train(make_config(training=once | dict(precision="bf16")), task=GradientTask, runtime=runtimes["fsdp"])
+        found["bf16 step"] = (numbers(state["model"]), record.rows[0], str(next(iter(state["model"].values())).dtype))
+        steps = dict(max_steps=3, batch_size=2, gradient_accumulation_steps=3)
+        counting = CountingManager(DistributedConfig(), device="cpu")
+        train(make_config(training=steps), runtime=counting)
+        found["all-reduces"] = counting.counted
+        broken = NeverSyncs(DistributedConfig(), device="cpu")
+        state, _ = train(make_config(training=once), task=GradientTask, runtime=broken)
+        found["never synced"] = numbers(state["model"])
         few = make_config(model=dict(use_moe=True, num_experts=16, top_k=1), training=dict(batch_size=1, max_steps=3))
-        state, _ = train(few, runtime=ddp)
-        found["idle experts"] = bool(all(torch.isfinite(p).all() for p in state["model"].values()))
+        states = [train(few, runtime=runtime)[0]["model"] for runtime in runtimes.values()]
+        agree = [torch.allclose(states[0][name], states[1][name], atol=1e-5) for name in states[0]] if ddp.is_main else [True]
+        found["idle experts"] = all(agree) and bool(all(torch.isfinite(p).all() for p in states[0].values()))
         compiled = make_config(training=dict(compile=True, max_steps=2))
         found["compiled ddp"] = saved(train(compiled, runtime=ddp)[0])
         found["mean"] = float(ddp.reduce_mean(torch.tensor(float(ddp.rank))))

@@ -320,8 +320,21 @@ REFUSED = [
     ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of texts or a text"),
     ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=None must be a text"),
     ([], None, {"TRAINING__COMPILE": "perhaps"}, "training.compile=perhaps must be true or false"),
-    ([], "training: {max_steps: 010}", {}, "line 1: 010 is 8 in YAML; write that, or quotes around it"),
+    ([], "training: {max_steps: 010}", {}, "line 1: 010 is 8 in YAML; write 8 if you mean that, or quotes for a text"),
     ([], "training:\n  max_steps: 1:30", {}, "line 2: 1:30 is 90 in YAML"),
+    ([], "optimization:\n  learning_rate: 1:30.5", {}, "line 2: 1:30.5 is 90.5 in YAML"),
+    # ... whichever way they come
+    ([], "training: {max_steps: '010'}", {}, "run.yaml: training.max_steps: 010 is 8 in YAML"),
+    ([], "training: {max_steps: '1:30'}", {}, "run.yaml: training.max_steps: 1:30 is 90 in YAML"),
+    (["--training.max_steps=010"], None, {}, "command line: training.max_steps: 010 is 8 in YAML"),
+    (["--training.max_steps", "1:30"], None, {}, "command line: training.max_steps: 1:30 is 90 in YAML"),
+    ([], None, {"OPTIMIZATION__LEARNING_RATE": "1:30.5"}, "OPTIMIZATION__LEARNING_RATE: optimization.learning_rate: 1:30.5"),
+    (["--model.rope_scaling.factor=010"], None, {}, "command line: model.rope_scaling.factor: 010 is 8"),
+    (["--model.rope_scaling={rope_type: linear, factor: 1:30}"], None, {}, "model.rope_scaling: 1:30 is 90 in YAML"),
+    # doubled and unknown keys in a value with keys of its own
+    (["--model.rope_scaling", "{rope_type: linear, factor: 2, factor: 8}"], None, {}, "the key 'factor' stands in line 1"),
+    ([], None, {"MODEL__ROPE_SCALING": "{rope_type: linear, factor: 2, factor: 8}"}, "model.rope_scaling: the key 'factor'"),
+    ([], None, {"MODEL__ROPE_SCALING": "{rope_type: linear, factr: 2}"}, "'model.rope_scaling.factr' is no key"),
     ([], "model: {hidden_size: null}", {}, "model.hidden_size=None must be a whole number"),
     ([], "model: {layer_types: [full]}", {}, "model.layer_types=['full'] must be a list of sliding"),
     ([], "model: {rope_scaling: {rope_type: linear}}", {}, "model.rope_scaling.factor is missing"),
@@ -377,7 +390,8 @@ def test_files_in_odd_encodings():
         ("optimization.learning_rate", "5e-4", 5e-4),
         ("optimization.learning_rate", "1", 1.0),
         ("training.max_steps", "1_000", 1000),
-        ("training.max_steps", "'010'", 10),
+        ("training.max_steps", "'10'", 10),
+        ("data.corpus", "'010'", "010"),
         ("training.compile", "yes", True),
         ("data.files", "a.txt", ["a.txt"]),
         ("data.files", "[a.txt, 'no']", ["a.txt", "no"]),
@@ -416,15 +430,17 @@ def test_strict_loader_gives_what_pyyaml_gives():
 
 
 def test_nearest_name_finds_every_slip_of_one_letter():
-    """Drop, double or swap a letter of a key's last word: the nearest name is the key itself, or one with the same last word."""
-    for key in sorted(set(sources._TYPES) - sources._SECTIONS)[::3]:
+    """Drop, double or swap a letter of a key's last word: the key is named, alone or beside those with the same last word."""
+    for key in sorted(set(sources._TYPES) - sources._SECTIONS):
         section, _, leaf = key.rpartition(".")
         if len(leaf) < 5:
             continue
         for slip in (leaf[:2] + leaf[3:], leaf[:3] + leaf[2:], leaf[:1] + leaf[2] + leaf[1] + leaf[3:]):
-            name = f"{section}.{slip}".lstrip(".")
-            if name not in sources._TYPES:
-                assert f"{leaf}'?" in sources._nearest(name), (name, sources._nearest(name))
+            for name in (f"{section}.{slip}".lstrip("."), slip):
+                if name not in sources._TYPES and slip != leaf:
+                    assert f"'{key}'" in sources._nearest(name), (name, sources._nearest(name))
+    assert sources._nearest("vocab_siz").endswith("do you mean 'model.vocab_size' or 'data.vocab_size'?")
+    assert sources._nearest("roe_type").endswith("do you mean 'model.rope_scaling.rope_type'?")
 
 
 # ---------------------------------------------------------------- round trip

@@ -11,7 +11,10 @@ import distributed_worker as worker
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import BackendConfig
 
+from llm_course.training import distributed
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, DistributedConfig, ModelConfig, TrainingConfig
@@ -138,6 +141,32 @@ def restore(tree):
     return torch.from_numpy(tree[1]) if isinstance(tree, tuple) and tree[0] == "tensor" else tree
 
 
+def test_no_sync_leaves_one_exchange_of_gradients_a_step(two_ranks):
+    assert two_ranks["all-reduces"] == 3  # a bucket a step in this small model; 9 micro-batches
+
+
+def test_a_model_that_never_exchanges_gradients_is_found(one_process, two_ranks):
+    assert largest_difference(one_process[0]["model"], two_ranks["never synced"]) > 1e-3
+
+
+def test_fsdp_holds_half_of_what_ddp_holds(two_ranks):
+    (parameters, gradients, moments), other = two_ranks["ddp held"]
+    assert other == [parameters, gradients, moments] and gradients == parameters and moments == 2 * parameters
+    assert [sum(parts) for parts in zip(*two_ranks["fsdp held"], strict=True)] == [parameters, gradients, moments]
+    assert max(map(sum, two_ranks["fsdp held"])) < 0.55 * 4 * parameters
+
+
+def test_fsdp_with_offload_and_activation_checkpointing_computes_the_same(one_process, two_ranks):
+    assert largest_difference(one_process[0]["model"], two_ranks["frugal step"]) < 1e-6
+    assert two_ranks["frugal resume"] == []
+
+
+def test_fsdp_in_bf16_rounds_what_is_computed_and_keeps_float32(one_process, two_ranks):
+    weights, row, dtype = two_ranks["bf16 step"]
+    assert dtype == "torch.float32" and row["loss_sum"] == pytest.approx(one_process[1].rows[0]["loss_sum"], rel=1e-2)
+    assert 1e-6 < largest_difference(one_process[0]["model"], weights) < 2e-2
+
+
 def test_idle_experts_and_small_questions(two_ranks):
     assert two_ranks["idle experts"] and two_ranks["mean"] == 0.5 and two_ranks["any"] == (True, False)
 
@@ -174,6 +203,14 @@ def test_torchrun_restarts_a_dead_rank_from_the_last_checkpoint(tmp_path):
     assert (tmp_path / "run" / "died").exists() and "resuming the unfinished run in run at step" in process.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
     assert load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())["state"]["step"] == 8
+
+
+def test_torchrun_without_restarts_ends_with_an_error_and_ends_the_others(tmp_path):
+    dying = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(300)\n"
+    (tmp_path / "dying.py").write_text(dying)  # no PyTorch in it: what is asked is who watches
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.run([*torchrun, "dying.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=200)
+    assert process.returncode != 0
 
 
 # Cases 19 and 21
@@ -214,3 +251,32 @@ def test_without_torchrun_the_manager_says_what_is_missing(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="RANK is not in the environment: start with torchrun"):
         DistributedManager(DistributedConfig())
+
+
+class Asked(Exception):
+    """Carries the backend that a process group was asked for."""
+
+
+@pytest.mark.parametrize(
+    "device, backend, expected",
+    [
+        ("cuda", "auto", {"cpu": "gloo", "cuda": "nccl"}),
+        ("cuda", "nccl", {"cpu": "gloo", "cuda": "nccl"}),  # NCCL alone could not reduce the flags of `any`
+        ("cuda", "gloo", {"cpu": "gloo", "cuda": "gloo"}),
+        ("cpu", "auto", {"cpu": "gloo"}),
+    ],
+)
+def test_the_group_can_always_reduce_tensors_on_the_cpu(monkeypatch, device, backend, expected):
+    def ask(backend, **settings):
+        raise Asked(backend)
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0" if "RANK" in name else "1")
+    monkeypatch.setattr(distributed, "resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr(distributed, "rendezvous", lambda *where, **settings: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", ask)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    with pytest.raises(Asked) as asked:
+        DistributedManager(DistributedConfig(backend=backend)).__enter__()
+    served = BackendConfig(dist.Backend(asked.value.args[0])).get_device_backend_map()
+    assert {kind: served.get(kind) for kind in expected} == expected

@@ -3,10 +3,12 @@
 import copy
 import math
 import os
+import random
 import time
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -678,6 +680,30 @@ def test_resume_is_exact_at_every_step(case, monkeypatch):
         assert same(before.weights + after.weights, wanted.weights)
         ours, theirs = second.state_dict(), straight.state_dict()
         assert [name for name in ours if not same(ours[name], theirs[name])] == []
+
+
+class DrawsEverywhere(Line):
+    def train_step(self, model, batch):
+        loss_sum, num_targets = super().train_step(model, batch)[:2]
+        return StepOutput(loss_sum * (1 + np.random.rand() + random.random()), num_targets)
+
+
+def test_a_position_behind_the_data_is_refused():
+    first, _ = run(2)
+    state = copy.deepcopy(first.state_dict())
+    state["state"]["batch"] = 100  # 21 rows are 6 batches
+    engine = make(max_steps=9)
+    engine.setup(state)
+    with pytest.raises(ValueError, match="epoch 0 has no batch 100, where it is to begin: give more text"):
+        engine.run()
+
+
+def test_the_seed_is_that_of_all_libraries():
+    runs = []
+    for noise in (1, 2):
+        np.random.rand(noise), random.random()
+        runs.append(run(task=DrawsEverywhere)[1].losses)
+    assert runs[0] == runs[1]
 
 
 def test_what_is_forgotten_shows_at_its_step():

@@ -54,8 +54,9 @@ def test_train_then_refuse_then_generate(folder):
     assert "nats per token" in first.stdout and "bits per byte" in first.stdout
     assert "next: llm-course generate --run run" in first.stdout and "tokens_per_second" in first.stderr
     run = Path("run")
-    expected = {".lock", "checkpoints", "config.yaml", "data", "loss.png", "metrics.jsonl", "tensorboard", "tokenizer.json"}
+    expected = set(".lock checkpoints config.yaml data log.txt loss.png metrics.jsonl tensorboard tokenizer.json".split())
     assert {path.name for path in run.iterdir()} == expected
+    assert all(line[20:] in first.stderr for line in (run / "log.txt").read_text().splitlines())
     assert (run / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000010", "step_00000012"]
     rows = read_metrics(run / "metrics.jsonl")

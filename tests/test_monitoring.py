@@ -1,5 +1,6 @@
 """Numbers about a run: measured over training time only, and predictions that hold."""
 
+import random
 import time
 from types import SimpleNamespace
 
@@ -8,17 +9,22 @@ import torch
 
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import flops_per_token
+from llm_course.text.batches import PackedDataset
 from llm_course.training import monitoring
-from llm_course.training.config import Config, DataConfig, TrainingConfig
+from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
+from llm_course.training.engine import TrainingEngine
 from llm_course.training.monitoring import (
     Logger,
     PerformanceMonitor,
+    RandomTokens,
     doctor_command,
     estimate_command,
+    estimate_run,
     matmul_flops,
     measure_step,
     peak_memory_bytes,
 )
+from llm_course.training.task import LanguageModelingTask
 
 SMALL = dict(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, max_position_embeddings=64)
 
@@ -73,6 +79,35 @@ def test_the_ceiling_and_the_memory_are_of_this_machine():
     assert peak_memory_bytes(torch.device("cpu")) >= before and held.numel()
 
 
+@pytest.mark.parametrize("first", [0.01, 0.3], ids=["warm", "cold"])
+def test_the_first_product_is_not_the_ceiling(clock, monkeypatch, first):
+    seconds, product = iter([first] + [0.01] * 1000), torch.Tensor.__matmul__
+
+    def slow_product(a, b):
+        clock.seconds += next(seconds)
+        return product(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", slow_product)
+    assert matmul_flops(torch.device("cpu"), torch.float32, size=8) == pytest.approx(2 * 8**3 / 0.01)
+
+
+def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):
+    cost = monitoring.RunEstimate(
+        parameters=monitoring.ParameterCount(1, 1, 1, 1, 1, 1, 1),
+        flops=6.0,
+        memory=monitoring.TrainingMemory(1, 1, 1, 1, 1),
+        process_bytes=10**9,
+        step_seconds=0.5,
+        steps=4,
+        validation_steps=1.0,
+    )
+    monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
+    for device, words in (("cuda", "tensors on the accelerator alone"), ("cpu", "with what PyTorch itself takes")):
+        monkeypatch.setattr(monitoring, "resolve_device", lambda _, device=device: torch.device(device))
+        assert estimate_command([]) == 0
+        assert f"1.00 GB   measured at its peak, {words}" in capsys.readouterr().out
+
+
 def test_a_measured_step_takes_the_time_that_steps_take():
     config = Config(
         model=ModelConfig(**SMALL),
@@ -84,15 +119,120 @@ def test_a_measured_step_takes_the_time_that_steps_take():
     assert 0 < 2 * seconds < time.perf_counter() - start and memory > 0
 
 
-def test_estimate_says_what_a_run_will_cost(capsys):
-    words = "--model.hidden_size 32 --model.num_layers 1 --model.num_heads 2 --data.vocab_size 300 --data.sequence_length 32"
-    words += " --training.device cpu --training.batch_size 4 --training.gradient_accumulation_steps 2"
-    assert estimate_command([*words.split(), "--training.max_tokens", "2560"]) == 0
+def test_the_clock_is_the_median_of_warm_steps_and_sees_no_validation(clock, monkeypatch):
+    seconds = iter([9.0, 0.2, 0.2, 7.0, 0.2, 0.2])  # the first is slow, and one was disturbed
+    step, validate = TrainingEngine._optimizer_step, TrainingEngine._run_validation_epoch
+
+    def slow_step(engine, window):
+        clock.seconds += next(seconds)
+        return step(engine, window)
+
+    def slow_validation(engine):
+        clock.seconds += 100
+        return validate(engine)
+
+    monkeypatch.setattr(TrainingEngine, "_optimizer_step", slow_step)
+    monkeypatch.setattr(TrainingEngine, "_run_validation_epoch", slow_validation)
+    config = Config(
+        model=ModelConfig(**SMALL),
+        data=DataConfig(vocab_size=50, sequence_length=8),
+        training=TrainingConfig(max_tokens=10**9, batch_size=2, eval_interval=1, patience=1, precision="fp32", device="cpu"),
+    )
+    assert measure_step(config, steps=5)[0] == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        measure_step(config, steps=0)
+
+
+def test_random_tokens_have_the_shape_of_the_run():
+    config = Config(
+        data=DataConfig(vocab_size=7, sequence_length=16, separate_documents=True, num_workers=0),
+        training=TrainingConfig(batch_size=3),
+    )
+    data = RandomTokens(config, num_batches=4)
+    data.setup()
+    batches = list(data.train_dataloader(epoch=0))
+    assert len(batches) == 4 and all(batch["input_ids"].shape == batch["document_ids"].shape == (3, 16) for batch in batches)
+    assert batches[0]["input_ids"].max() < 7 and len(data.val_dataset) == 1
+
+
+def test_a_slow_loader_is_found():
+    class SlowRows(PackedDataset):
+        def __getitems__(self, indices):
+            time.sleep(0.05)
+            return super().__getitems__(indices)
+
+    class SlowData(RandomTokens):
+        def setup(self):
+            super().setup()
+            self.train_dataset = SlowRows(self.train_dataset.tokens, self.sequence_length)
+
+    config = Config(
+        model=ModelConfig(**SMALL),
+        data=DataConfig(vocab_size=50, sequence_length=8),
+        training=TrainingConfig(max_steps=4, batch_size=2, precision="fp32", device="cpu"),
+    )
+    rows = []
+
+    class Keep(monitoring.Callback):
+        def on_step_end(self, engine, metrics):
+            rows.append(dict(metrics))
+
+    for data in (SlowData, RandomTokens):
+        callbacks = [PerformanceMonitor(log_interval=4), Keep()]
+        TrainingEngine(config, LanguageModelingTask(config), data(config, num_batches=4), callbacks).run()
+    slow, sound = rows[3], rows[7]
+    assert slow["step_seconds"] > slow["data_seconds"] >= 0.05 > sound["data_seconds"]
+
+
+def test_a_monitor_refuses_what_it_cannot_divide_by():
+    with pytest.raises(ValueError, match="log_interval=0 must be at least 1"):
+        PerformanceMonitor(log_interval=0)
+    with pytest.raises(ValueError, match="peak_flops=0.0 positive"):
+        PerformanceMonitor(peak_flops=0.0)
+
+
+@pytest.fixture
+def text(tmp_path):
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 7))) for _ in range(300)]
+    for index in range(30):
+        (tmp_path / f"{index}.txt").write_text(" ".join(generator.choices(words, k=200)))
+    return str(tmp_path / "*.txt")
+
+
+WORDS = "--model.hidden_size 32 --model.num_layers 1 --model.num_heads 2 --data.vocab_size 300 --data.sequence_length 32"
+WORDS += " --training.device cpu --training.batch_size 4 --training.gradient_accumulation_steps 2 --data.files"
+
+
+def test_estimate_says_what_a_run_will_cost(capsys, text):
+    assert estimate_command([*WORDS.split(), text, "--training.max_tokens", "2560"]) == 0
     out = capsys.readouterr().out
     count = DecoderModel(ModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)).num_parameters()
-    assert f"{count:,d}" in out and "10 steps" in out and "2 x 4 rows of 32" in out
-    assert estimate_command([*words.split(), "--training.max_epochs", "2"]) == 0
-    assert "depends on how much text there is" in capsys.readouterr().out
+    assert f"{count:,d}" in out and "10 steps" in out and "2 x 4 rows of 32" in out and "measured at its peak" in out
+    assert estimate_command([*WORDS.split(), text, "--training.max_tokens", "2560", "--distributed.world_size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "5 steps" in out and "512   2 x 4 rows of 32 in each of 2 processes" in out
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        estimate_command([*WORDS.split(), "nowhere*.txt"])
+
+
+def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(monitoring, "measure_step", lambda config: (0.5, 10**9))
+    config = Config(
+        run_dir=str(tmp_path / "run"),
+        model=ModelConfig(**SMALL),
+        data=DataConfig(files=[text], vocab_size=300, sequence_length=32, val_fraction=0.2),
+        training=TrainingConfig(max_epochs=3, batch_size=4, eval_interval=50, precision="fp32", device="cpu"),
+        distributed=DistributedConfig(world_size=2),
+    )
+    config.logging.progress = False
+    cost, data = estimate_run(config), LanguageModelingTask(config).build_data()
+    data.prepare_data()
+    data.setup()
+    steps = 3 * -(-len(data.train_dataset) // 8)
+    assert cost.steps == pytest.approx(steps, rel=0.1)
+    assert cost.validation_steps == pytest.approx(-(-steps // 50) * len(data.val_dataset) / 8 / 3, rel=0.1)
+    assert cost.seconds == pytest.approx(0.5 * (cost.steps + cost.validation_steps)) and cost.process_bytes == 10**9
 
 
 def test_doctor_says_that_the_cpu_agrees_with_itself(capsys, monkeypatch):
@@ -101,6 +241,27 @@ def test_doctor_says_that_the_cpu_agrees_with_itself(capsys, monkeypatch):
     assert doctor_command(["--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert torch.__version__ in out and "50 GFLOP/s" in out and "sound" in out
+
+
+def test_doctor_finds_a_compiler_that_computes_wrong(capsys, monkeypatch):
+    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda x: function(x) * 1.01)
+    assert doctor_command(["--device", "cpu"]) == 1
+    assert "gives WRONG numbers" in capsys.readouterr().out
+
+
+def test_doctor_finds_wrong_attention(capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
+    attention, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def broken(*args, **options):  # from the second model on
+        calls.append(1)
+        return attention(*args, **options) * (1.0 if len(calls) <= 4 else 1.01)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
+    assert doctor_command(["--device", "cpu"]) == 1
+    assert "cpu does not compute what the CPU computes" in capsys.readouterr().out
 
 
 def test_doctor_finds_a_device_that_computes_wrong(capsys, monkeypatch):
@@ -120,3 +281,4 @@ def test_doctor_finds_a_device_that_computes_wrong(capsys, monkeypatch):
     assert doctor_command(["--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "does not work here, leave training.compile out: no compiler here" in out and "does not compute" in out
+    assert "and more" not in out

@@ -26,6 +26,7 @@ NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpo
 FURTHER_PAGES = {"01_bpe", "02_batches", "02_corpus", "09_cross_entropy", "09_estimate", "10_cache", "11_families"} | {
     "12_config_sources",
     "14_devices",
+    "19_training_pipeline",
 }
 COMPOSERS = {"00_first_run"}  # shows the finished package first, so it may import all of it
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in {"__init__.py", "_modidx.py"})

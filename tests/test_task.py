@@ -247,6 +247,13 @@ def test_newton_schulz_is_nearly_orthogonal(dtype):
     assert torch.equal(newton_schulz(torch.zeros(3, 2, 2), dtype=dtype), torch.zeros(3, 2, 2))  # experts without a token
 
 
+def test_newton_schulz_lifts_what_is_above_a_700th_of_the_norm():
+    for share, lifted in ((1 / 700, True), (1 / 2000, False)):
+        values = torch.tensor([1.0, share], dtype=torch.float64)
+        small = newton_schulz(torch.diag(values / values.norm()), dtype=torch.float64)[1, 1]
+        assert (0.65 < small < 1.21) == lifted
+
+
 # ---------------------------------------------------------------- Muon
 
 
@@ -300,6 +307,17 @@ def test_a_stack_of_matrices_is_so_many_matrices():
     assert_close(stack.detach()[2], start[2] * (1 - 1e-3 * 0.1) ** 5)  # decays, and no more
     with pytest.raises(ValueError, match="2D"):
         torch.optim.Muon([stack])  # why ours exists
+
+
+def test_an_idle_expert_goes_on_unless_it_never_had_a_gradient():
+    experts = nn.Parameter(torch.zeros(3, 8, 8))  # busy, idle after two steps, idle from the start
+    optimizer, generator = Muon([dict(params=[experts], muon=True, weight_decay=0.0)], lr=1.0, dtype=torch.float32), seeded()
+    for step in range(20):
+        experts.grad = torch.randn(experts.shape, generator=generator) * torch.tensor([1, step < 2, 0])[:, None, None]
+        before = experts.detach().clone()
+        optimizer.step()
+        moved = (experts.detach() - before).square().mean((1, 2)).sqrt()
+    assert moved[1] > 0.8 * moved[0] > 0 and moved[2] == 0
 
 
 @pytest.mark.parametrize("lr", [1e-3, 0.1])

@@ -1,14 +1,21 @@
 """The commands around a run, and what they tell a person whose own code or folder is at fault."""
 
+import dataclasses
+import importlib
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
 from llm_course.training.callbacks import read_metrics
+from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.train import find_task, train_worker
 
@@ -26,6 +33,12 @@ class Broken(RegressionTask):
     def train_step(self, model, batch):
         raise ValueError("my own mistake")
 
+class Late(Mine):
+    def train_step(self, model, batch):
+        import my_helpers  # looked up while training, long after the task was found
+
+        return super().train_step(model, batch)
+
 class Nonsense(RegressionTask):
     def train_step(self, model, batch):
         return 3.0
@@ -37,7 +50,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_tasks.py").write_text(MINE)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    sys.modules.pop("my_tasks", None)
+    for name in ("my_tasks", "my_helpers"):
+        sys.modules.pop(name, None)
     return tmp_path
 
 
@@ -61,6 +75,73 @@ def test_a_mistake_in_ones_own_code_shows_its_place(folder, capsys):
     assert cli(["train", "--task", "my_tasks:Nonsense", "--run-dir", "other", *QUIET]) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err and "Nonsense.train_step must return StepOutput(loss_sum, num_targets)" in err
+
+
+def test_the_folder_of_a_task_stays_on_the_path_while_it_trains(folder):
+    Path("my_helpers.py").touch()
+    config = Config(run_dir="run", task="my_tasks:Late", training=TrainingConfig(max_steps=2, device="cpu"))
+    config.logging.tensorboard = config.logging.progress = False
+    assert train_worker(config).step == 2
+    find_task("my_tasks:Mine")
+    assert sys.path.count(os.getcwd()) == 1
+
+
+def _weights(run_dir):
+    return load_checkpoint(CheckpointManager(Path(run_dir, "checkpoints")).latest())["model"]
+
+
+def test_torchrun_is_the_environment_and_gives_the_same_weights(folder, monkeypatch):
+    words = ["train", "--task", "regression", "--training.max_steps", "20", "--training.precision", "fp32", *QUIET]
+    assert cli([*words, "--run-dir", "plain"]) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    contract = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in contract.items():
+        monkeypatch.setenv(name, value)
+    assert cli([*words, "--run-dir", "as_torchrun"]) == 0
+    plain, as_torchrun = _weights("plain"), _weights("as_torchrun")
+    assert plain.keys() == as_torchrun.keys() and all(torch.equal(plain[name], as_torchrun[name]) for name in plain)
+
+
+def test_what_a_folder_holds_decides(folder):
+    def settings(run_dir="run", steps=4, task="regression"):
+        config = Config(run_dir=run_dir, task=task, training=TrainingConfig(max_steps=steps, device="cpu"))
+        config.logging.tensorboard = config.logging.progress = False
+        return config
+
+    with pytest.raises(ValueError, match="holds no checkpoint; leave --resume out"):
+        train_worker(settings("nowhere"), resume=True)
+    assert train_worker(settings()).step == 4
+    with pytest.raises(ValueError, match=r"holds a finished run \(step 4 of 4\)"):
+        train_worker(settings())
+    before = {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
+    with pytest.raises(ValueError, match="another task configuration: regression there, my_tasks:Mine now"):
+        train_worker(settings(steps=8, task="my_tasks:Mine"))
+    assert before == {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
+    assert train_worker(settings(steps=8)).step == 8  # longer is allowed
+    for state in Path("run/checkpoints").glob("*/state.json"):
+        state.write_text("{}")
+    with pytest.raises(ValueError, match="every checkpoint in .* is broken"):
+        train_worker(settings(steps=12))
+
+
+def test_a_saved_state_lets_the_log_go_on_as_if_nothing_had_been(folder):
+    """Rows every 4 steps, a checkpoint after 6: the row of step 8 needs what the logger had summed up by then."""
+    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=8, device="cpu", precision="fp32"))
+    config.logging.tensorboard = config.logging.progress = False
+    config.logging.log_interval, config.checkpoint.save_interval = 4, 6
+    train_worker(config)
+    row = read_metrics("run/metrics.jsonl")[-1]
+    shutil.rmtree("run/checkpoints/step_00000008")  # as if killed before it was written
+    train_worker(config)
+    again = read_metrics("run/metrics.jsonl")[-1]
+    assert row["step"] == again["step"] == 8 and row["loss"] == again["loss"]
+
+
+def test_every_command_is_where_the_table_says():
+    for module, _, function in (target.partition(":") for _, target in COMMANDS.values()):
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +185,32 @@ def test_patience_ends_a_run(tmp_path):
 
 # Case 23
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc refuses to be written even by root")
+def test_a_run_killed_before_its_first_checkpoint_begins_again_but_as_no_other_run(folder):
+    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+    train_worker(config)
+    shutil.rmtree("run/checkpoints")
+    before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match="another task configuration: regression there, my_tasks:Mine now"):
+        train_worker(dataclasses.replace(config, task="my_tasks:Mine"))
+    assert before == {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
+    assert train_worker(config).step == 2
+
+
+def test_a_closed_pipe_is_no_success(tmp_path):
+    (tmp_path / "many.py").write_text(
+        "def lines(words):\n    for number in range(100_000):\n        print(number)\n    return 0\n"
+    )
+    code = (
+        "import sys; from llm_course.cli import COMMANDS, main; COMMANDS['many'] = ('', 'many:lines'); sys.exit(main(['many']))"
+    )
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"0\n"
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr is not None and process.stderr.read() == b""
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(capsys):
     assert cli(["train", "--task", "regression", "--run-dir", "/proc/nowhere", *QUIET]) == 2
     assert "/proc/nowhere cannot be written" in capsys.readouterr().err

@@ -147,10 +147,11 @@ def _newest(ids: Tensor, mask: Tensor, context: int, keep: int) -> tuple[Tensor,
 
 # %% ../../nbs/10_generation.ipynb #f737346d
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; afterwards each sub-module has its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Evaluation mode of `modules`, such as `model.modules()`, inside the block; afterwards each has its own mode again."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
@@ -211,6 +212,7 @@ def _write_tokens(
     context, finished = model.config.max_position_embeddings, torch.zeros_like(mask[:, 0])
     windows = [model.config.window_of(layer) for layer in range(model.config.num_layers)]
     cache: KVCache | None = None
+    modules = [*model.modules()]  # listing them takes longer than asking them
     for remaining in range(max_new_tokens, 0, -1):
         if cache is None or cache.length == context:  # a full row has context + 1 tokens by now
             ids, mask = _newest(ids, mask, context, context if cache is None else (context + 1) // 2)
@@ -218,7 +220,7 @@ def _write_tokens(
             feed, position_ids = ids, (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
             padded, run = not mask.all(), getattr(model, "_orig_mod", model)  # a prompt is of a new shape: not compiled
         seen_mask = mask if padded else None
-        with evaluating(model):  # for the call only: between two tokens the model belongs to others
+        with evaluating(modules):  # for the call only: between two tokens the model belongs to others
             out = run(feed, position_ids=position_ids, attention_mask=seen_mask, cache=cache, logits_to_keep=1)
         token = sample(out.logits[:, -1], seen=seen, **choice)  # (B,)
         if pad_token_id is not None:

@@ -43,7 +43,7 @@ def accept_drafts(
 def _read(model: DecoderModel, cache: KVCache, ids: Tensor, n: int, options: dict[str, Any]) -> Tensor:
     """What `model` expects after each of the last n places of `ids` (1, T): probabilities (n, V)."""
     position_ids = torch.arange(cache.length, ids.shape[1], device=ids.device)
-    with evaluating(model):
+    with evaluating(model.modules()):
         out = model(ids[:, cache.length :], position_ids=position_ids, cache=cache, logits_to_keep=n)
     return token_probabilities(out.logits[0], **options)
 

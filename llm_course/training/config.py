@@ -123,7 +123,7 @@ class DataConfig:
 def _as_list(value: list[str] | str) -> list[str]:
     return [value] if isinstance(value, str) else value
 
-# %% ../../nbs/12_config.ipynb #87f58262
+# %% ../../nbs/12_config.ipynb #e410453b
 @dataclass(kw_only=True)
 class TrainingConfig:
     """How long and how to train. A run has one length: steps, epochs or tokens; 1000 steps where none is given.
@@ -139,7 +139,7 @@ class TrainingConfig:
         patience: stop after so many validations without a lower loss; null never does.
         device: auto takes a GPU where there is one.
         precision: auto takes bf16 where the processor computes in it, else fp32.
-        compile: compile the model; pays off in runs of many minutes.
+        compile: compile the model; the first steps wait for it.
         activation_checkpointing: compute activations again in backward instead of keeping them.
         seed: decides the split, the order, the initial weights and dropout.
     """
@@ -214,7 +214,7 @@ class DistributedConfig:
     Attributes:
         world_size: processes to start on this machine; under torchrun, which starts them itself, leave it at 1.
         strategy: ddp keeps the whole model in each process, fsdp a share of it.
-        backend: auto is nccl on CUDA and gloo elsewhere.
+        backend: auto is nccl on CUDA, with gloo for what lies on the CPU, and gloo elsewhere.
         cpu_offload: with fsdp, keep what is not in use in the memory of the CPU.
         timeout: seconds that a process waits for the others before it gives up.
     """
@@ -283,12 +283,12 @@ class LoggingConfig:
         if self.sample_interval is not None:
             _require_positive("logging", self, "sample_interval")
 
-# %% ../../nbs/12_config.ipynb #2d251d10
+# %% ../../nbs/12_config.ipynb #60609c60
 @dataclass(kw_only=True)
 class Config:
     """Everything that decides a run. `config.yaml` in a run's folder holds all of it and gives the same run again.
 
-    Checked at construction: ValueError names the key by its path, the rule, and a way out.
+    Checked at construction: ValueError names the key by its path and the rule; where two keys clash, also a way out.
 
     Attributes:
         run_dir: the folder that the run writes; it must not hold another run.

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DistributedManager', 'launch']
 
-# %% ../../nbs/15_distributed.ipynb #71dae0f5
+# %% ../../nbs/15_distributed.ipynb #e472ddd9
 import os
 import signal
 import socket
@@ -28,7 +28,34 @@ from torch.optim import Optimizer
 from .config import DistributedConfig
 from .devices import Runtime, resolve_device
 
-# %% ../../nbs/15_distributed.ipynb #33227c1f
+# %% ../../nbs/15_distributed.ipynb #65d47d81
+def _shard_blocks(model: nn.Module, config: DistributedConfig, *, world_size: int, bf16: bool) -> None:
+    """Spread the parameters of each block over the processes; the blocks are the items of `nn.ModuleList`s."""
+    device = next(model.parameters()).device
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy()
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (world_size,)),
+        "mp_policy": MixedPrecisionPolicy(  # inputs stay: rotary tables must not be rounded
+            param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        "offload_policy": offload,
+    }
+    for group in model.modules():
+        if isinstance(group, nn.ModuleList):
+            for block in group:
+                fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+@contextmanager
+def _fsdp_no_sync(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+# %% ../../nbs/15_distributed.ipynb #b737f2ec
 class DistributedManager(Runtime):
     """The processes that train together, by `torch.distributed`: DDP or FSDP2, over gloo or NCCL. A context manager.
 
@@ -45,11 +72,12 @@ class DistributedManager(Runtime):
 
     def __enter__(self) -> "DistributedManager":
         on_cuda = resolve_device(self._device_name).type == "cuda"
+        if self.config.backend == "nccl" and not on_cuda:
+            raise ValueError("distributed.backend=nccl needs CUDA devices: take auto or gloo")
         if on_cuda:
             torch.cuda.set_device(self.local_rank)
-        backend = {"auto": "cpu:gloo,cuda:nccl" if on_cuda else "gloo"}.get(self.config.backend, self.config.backend)
-        if backend == "nccl" and not on_cuda:
-            raise ValueError("distributed.backend=nccl needs CUDA devices: take auto or gloo")
+        # flags and objects lie on the CPU, where NCCL cannot reach them: gloo stands beside it
+        backend = "cpu:gloo,cuda:nccl" if on_cuda and self.config.backend != "gloo" else "gloo"
         timeout = timedelta(seconds=self.config.timeout)
         store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=timeout))
         # torchrun's store outlives a restart: without a name of its own an attempt reads addresses of dead processes
@@ -67,22 +95,8 @@ class DistributedManager(Runtime):
         return torch.device("cuda", self.local_rank) if device.type == "cuda" else device
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
-        """With fsdp, spread the parameters of each block over the processes; the blocks are the items of `nn.ModuleList`s."""
-        if self.config.strategy != "fsdp":
-            return
-        device = next(model.parameters()).device
-        settings: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (self.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(  # inputs stay: rotary tables must not be rounded
-                param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
-            "offload_policy": CPUOffloadPolicy() if self.config.cpu_offload else OffloadPolicy(),
-        }
-        for group in model.modules():
-            if isinstance(group, nn.ModuleList):
-                for block in group:
-                    fully_shard(block, **settings)
-        fully_shard(model, **settings)
+        if self.config.strategy == "fsdp":
+            _shard_blocks(model, self.config, world_size=self.world_size, bf16=bf16)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.config.strategy == "fsdp":
@@ -119,10 +133,10 @@ class DistributedManager(Runtime):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
-        return self._whole_tree(model.state_dict())
+        return _whole_tree(model.state_dict(), keep=self.is_main)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._whole_tree(optimizer.state_dict())
+        return _whole_tree(optimizer.state_dict(), keep=self.is_main)
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         model.load_state_dict({name: _spread(state[name], tensor) for name, tensor in model.state_dict().items()})
@@ -135,23 +149,15 @@ class DistributedManager(Runtime):
         }
         optimizer.load_state_dict(state | {"state": moments})
 
-    def _whole_tree(self, tree: Any) -> Any:
-        """`tree` with whole tensors on the CPU; other processes than the main one take part and keep little."""
-        if isinstance(tree, dict):
-            return {name: self._whole_tree(value) for name, value in tree.items()}
-        if not isinstance(tree, DTensor):
-            return tree
-        whole = tree.full_tensor()
-        return whole.cpu() if self.is_main else whole.new_empty(0)
-
-
-@contextmanager
-def _fsdp_no_sync(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+# %% ../../nbs/15_distributed.ipynb #2104936a
+def _whole_tree(tree: Any, *, keep: bool) -> Any:
+    """`tree` with whole tensors on the CPU; without `keep` a process takes part and keeps little."""
+    if isinstance(tree, dict):
+        return {name: _whole_tree(value, keep=keep) for name, value in tree.items()}
+    if not isinstance(tree, DTensor):
+        return tree
+    whole = tree.full_tensor()
+    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def _spread(value: Any, like: Tensor) -> Any:
@@ -160,12 +166,13 @@ def _spread(value: Any, like: Tensor) -> Any:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
-# %% ../../nbs/15_distributed.ipynb #0a26e480
+# %% ../../nbs/15_distributed.ipynb #b4b3279e
 def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
     """Run `function(*arguments)` in `world_size` new processes of this machine; returns what the first one returns.
 
-    `function` must be importable, and what it takes and returns picklable. SIGINT and SIGTERM are handed on to all. When one
-    process fails the others are ended and its error is raised here.
+    `function` must be importable, and what it takes and returns picklable; it must return no tensor, whose memory ends with
+    its process. SIGINT and SIGTERM are handed on to all. When one process fails the others are ended and its error is raised
+    here.
     """
     results = mp.get_context("spawn").SimpleQueue()
     with socket.socket() as free:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['planned_steps', 'TrainState', 'Callback', 'TrainingEngine']
 
-# %% ../../nbs/14_engine.ipynb #ad92d3b9
+# %% ../../nbs/14_engine.ipynb #1a3ef654
 import math
 import time
 import warnings
@@ -21,7 +21,7 @@ from torch.fx.experimental import _config as fx_config
 
 from ..text.data import BaseDataModule, check_same_data
 from .config import Config
-from .devices import Runtime, computes_in_bf16, rng_state, set_rng_state
+from .devices import Runtime, resolve_precision, rng_state, seed_everything, set_rng_state
 from .task import StepOutput, TrainingTask
 
 # %% ../../nbs/14_engine.ipynb #170b0159
@@ -118,7 +118,7 @@ def _fault_of(output: Any, *, needs_gradient: bool) -> str | None:
         return "loss_sum has no gradient: was it detached, taken out by item(), or computed under no_grad?"
     return None
 
-# %% ../../nbs/14_engine.ipynb #c2c9107a
+# %% ../../nbs/14_engine.ipynb #0650c832
 class TrainingEngine:
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`.
 
@@ -163,11 +163,10 @@ class TrainingEngine:
             self.data.prepare_data(expected=None if state is None or allow_changes else state["data"])
         runtime.barrier()
         self.data.setup()
-        bf16 = training.precision == "bf16" or (training.precision == "auto" and computes_in_bf16(self.device))
-        self.precision = "bf16" if bf16 else training.precision.replace("auto", "fp32")
-        torch.manual_seed(training.seed)
+        self.precision = resolve_precision(training.precision, self.device)
+        seed_everything(training.seed)
         self.model = self.task.build_model(self.data).to(self.device)
-        runtime.shard(self.model, bf16=bf16)
+        runtime.shard(self.model, bf16=self.precision == "bf16")
         self.optimizer = self.task.build_optimizer(self.model)
         self.max_steps = self._plan()
         self.scheduler = self.task.build_scheduler(self.optimizer, max_steps=self.max_steps)
@@ -176,7 +175,7 @@ class TrainingEngine:
         self._eval_model = cast(nn.Module, torch.compile(self.model)) if training.compile else self.model
         self._train_model = runtime.wrap(self._eval_model)
         if runtime.rank:
-            torch.manual_seed(training.seed + runtime.rank)  # dropout differs between ranks
+            seed_everything(training.seed + runtime.rank)  # dropout differs between ranks
         self._is_set_up = True
         if state is not None:
             self.load_state_dict(state)
@@ -219,8 +218,9 @@ class TrainingEngine:
             epoch=state.epoch, position=state.batch, rank=runtime.rank, world_size=runtime.world_size
         )
         batches_of_epoch, from_the_start, targets_before = state.batch + len(loader), state.batch == 0, state.targets
-        if not batches_of_epoch:
-            raise ValueError("the training data has no batch: give more text, or a smaller sequence_length")
+        if not len(loader):
+            where = f"epoch {state.epoch} has no batch {state.batch}, where it is to begin"
+            raise ValueError(f"{where}: give more text, or a smaller data.sequence_length")
         self._train_model.train()
         self._call("on_epoch_start")
         for window in _windows(self._batches(loader), training.gradient_accumulation_steps):

@@ -41,7 +41,7 @@ def _types(kind: Any, path: str = "") -> dict[str, Any]:
 _TYPES = _types(Config)
 _SECTIONS = {key for key, kind in _TYPES.items() if is_dataclass(kind)}
 
-# %% ../../nbs/12_config_sources.ipynb #bc318001
+# %% ../../nbs/12_config_sources.ipynb #6f17c669
 def _check_key(key: str, place: str) -> None:
     """ValueError where `key`, such as `training.max_steps`, is no key of the configuration."""
     if key not in _TYPES:
@@ -49,15 +49,17 @@ def _check_key(key: str, place: str) -> None:
 
 
 def _nearest(name: str) -> str:
-    leaf = name.rpartition(".")[2]
-    leaves = {key.rpartition(".")[2]: key for key in sorted(_TYPES, reverse=True)}
-    same, paths = [leaves[leaf]] if leaf in leaves else [], difflib.get_close_matches(name, sorted(_TYPES), n=1)
-    found = [*same, *paths, *(leaves[close] for close in difflib.get_close_matches(leaf, leaves, n=1))]
-    return f"; do you mean {found[0]!r}?" if found else "; --print_config shows all of them"
+    leaf, leaves = name.rpartition(".")[2], dict[str, list[str]]()
+    for key in _TYPES:
+        leaves.setdefault(key.rpartition(".")[2], []).append(key)
+    path = difflib.get_close_matches(name, _TYPES, n=1)
+    last = [key for close in difflib.get_close_matches(leaf, leaves, n=1) for key in leaves[close]]
+    found = leaves.get(leaf) or (path or last if "." in name else last or path)
+    return f"; do you mean {' or '.join(map(repr, found))}?" if found else "; --print_config shows all of them"
 
-# %% ../../nbs/12_config_sources.ipynb #4e96d85d
+# %% ../../nbs/12_config_sources.ipynb #6a402ff6
 class _StrictLoader(yaml.SafeLoader):
-    """Plain data only, as SafeLoader; also refuses a key that stands twice, and whole numbers in base 8 or 60."""
+    """Plain data only, as SafeLoader; also refuses a key that stands twice, and numbers with a leading zero or a colon."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -70,17 +72,18 @@ class _StrictLoader(yaml.SafeLoader):
             seen[key] = line
         return super().construct_mapping(node, deep)
 
-    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
-        number = self.construct_yaml_int(node)
-        if ":" in node.value or re.match(r"[-+]?0[0-7_]", node.value):
-            line = node.start_mark.line + 1
-            raise ValueError(f"line {line}: {node.value} is {number} in YAML; write that, or quotes around it")
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        number = self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+        if ":" in node.value or re.match(r"[-+]?0[0-9_]", node.value):
+            line, rule = node.start_mark.line + 1, f"write {number} if you mean that, or quotes for a text"
+            raise ValueError(f"line {line}: {node.value} is {number} in YAML; {rule}")
         return number
 
 
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_whole_number)
+for _tag in ("int", "float"):
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _StrictLoader.construct_number)
 
-# %% ../../nbs/12_config_sources.ipynb #c99fe0a5
+# %% ../../nbs/12_config_sources.ipynb #0fc14d59
 def _check_file(path: str) -> None:
     """ValueError where the YAML file is missing, unreadable, or has a key twice or one that is unknown."""
     if not Path(path).is_file():
@@ -105,25 +108,39 @@ def _check_keys(tree: dict[Any, Any], prefix: str, place: str) -> None:
         _check_key(key, place)
         if key in _SECTIONS and not isinstance(value, dict):
             raise ValueError(f"{place}: {key}={value!r} must hold keys and values of its own")
-        if isinstance(value, dict) and _nested(_TYPES[key]):
-            _check_keys(value, f"{key}.", place)
+        _check_value(key, value, place)
 
-# %% ../../nbs/12_config_sources.ipynb #483671ca
-def _check_word(key: str, place: str) -> None:
+
+def _check_value(key: str, value: Any, place: str) -> None:
+    """ValueError where a text that stands for a number or for keys and values has what a file may not have."""
+    kind = _TYPES[key]
+    if isinstance(value, str) and str not in (kind, *get_args(kind)):
+        try:
+            value = _StrictLoader(value).get_single_data()
+        except ValueError as error:
+            raise ValueError(f"{place}: {key}: {re.sub(r'^line [0-9]+: ', '', str(error))}") from None
+        except (yaml.YAMLError, TypeError):
+            return  # it fits no number either: the parser says so
+    if isinstance(value, dict) and _nested(kind):
+        _check_keys(value, f"{key}.", place)
+
+# %% ../../nbs/12_config_sources.ipynb #c01a382a
+def _check_word(key: str, value: str, place: str) -> None:
     _check_key(key, place)
     if key in _SECTIONS:
         first = next(other for other in _TYPES if other.startswith(f"{key}."))
         raise ValueError(f"{place}: {key!r} is a section; set its keys one by one, such as {first}")
+    _check_value(key, value, place)
 
 
 def _check_environment() -> None:
     variables = {f"LLM_COURSE_{key.upper().replace('.', '__')}": key for key in _TYPES}
-    for name in os.environ:
+    for name, value in os.environ.items():
         if not name.startswith("LLM_COURSE_") or name in ("LLM_COURSE_CONFIG", "LLM_COURSE_RESUME"):
             continue
         place = f"environment variable {name}"
         key = variables.get(name, name.removeprefix("LLM_COURSE_").lower().replace("__", "."))
-        _check_word(key, place)
+        _check_word(key, value, place)
         owner, _, leaf = key.rpartition(".")
         if name not in variables:
             raise ValueError(f"{place}: its name must be in capitals")
@@ -157,15 +174,15 @@ def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
         message = str(error)
         raise ValueError(message if message.startswith(path) else path + message) from None
 
-# %% ../../nbs/12_config_sources.ipynb #7975f725
+# %% ../../nbs/12_config_sources.ipynb #f30095e1
 def load_config(
     argv: Sequence[str], *, prog: str = "llm-course train", use_environment: bool = True
 ) -> tuple[Config, bool]:
     """Read a run's configuration from command-line words; returns it and whether `--resume` was said.
 
-    Precedence: defaults < `--config` files < environment (`LLM_COURSE_TRAINING__MAX_STEPS`) < command line. Of several files,
-    and of a word that is said twice, the later wins. Raises ValueError for an unknown or doubled key, a wrong type or an
-    impossible value. `--help` and `--print_config` print and leave by SystemExit.
+    Precedence: defaults < the file of `LLM_COURSE_CONFIG` < `--config` files < environment (`LLM_COURSE_TRAINING__MAX_STEPS`)
+    < command line. Of several files, and of a word that is said twice, the later wins. Raises ValueError for an unknown or
+    doubled key, a wrong type or an impossible value. `--help` and `--print_config` print and leave by SystemExit.
     """
     try:
         values = _parse([_with_underscores(word) for word in argv], prog, use_environment)
@@ -187,10 +204,10 @@ def _parse(argv: list[str], prog: str, use_environment: bool) -> dict[str, Any]:
         _check_environment()
     for path in paths:
         _check_file(path)
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--")
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
+        name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name not in ("config", "resume", "print_config", "help"):
-            _check_word(name, "command line")
+            _check_word(name, value if equals else following, "command line")
     parser = _parser(prog, use_environment)
     parser.default_config_files = [glob.escape(path) for path in paths]
     return parser.parse_args(argv).as_dict()

@@ -129,11 +129,11 @@ class RegressionTask(TrainingTask):
         loss_sum = self.criterion(model(batch["x"])[:, 0], batch["y"])
         return StepOutput(loss_sum, torch.tensor(len(batch["y"]), device=loss_sum.device))
 
-# %% ../../nbs/13_task.ipynb #4865ac16
+# %% ../../nbs/13_task.ipynb #7761afdc
 def newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each matrix, roughly: singular values end between about 0.7 and 1.2.
+    """The nearest (semi-)orthogonal matrix of each matrix, roughly: singular values end between about 0.68 and 1.2.
 
-    Those below a hundredth of the matrix's norm end lower, and zero stays zero. matrices (..., M, N), at least two dimensions;
+    Those below about 1/700 of the matrix's norm end lower, and zero stays zero. matrices (..., M, N), at least two dimensions;
     returns the same shape and dtype, computed in `dtype`. Source: Jordan et al. 2024, "Muon".
     """
     x = matrices.to(dtype)
@@ -145,13 +145,13 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torc
         x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
     return (x.mT if tall else x).to(matrices.dtype)
 
-# %% ../../nbs/13_task.ipynb #f38cdc5e
+# %% ../../nbs/13_task.ipynb #eff83ba6
 class Muon(Optimizer):
     """Momentum, orthogonalised, for the groups marked `muon`; AdamW for the others.
 
     A parameter (..., M, N) of a muon group is a stack of matrices. Each of its steps is scaled by 0.2 sqrt(max(M, N)), the size
-    that AdamW's steps have, so one learning rate serves both. `dtype` is what Newton-Schulz computes in. ValueError for a vector
-    in a muon group. Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is scalable for LLM training".
+    that AdamW's steps have, so its learning rate is a fair place to start. `dtype` is what Newton-Schulz computes in. ValueError
+    for a vector in a muon group. Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is scalable for LLM training".
     """
 
     def __init__(

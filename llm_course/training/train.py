@@ -37,39 +37,42 @@ from llm_course.training.callbacks import (
 )
 from .checkpointing import Checkpointer, CheckpointManager, GracefulStop, load_checkpoint
 from .config import Config
-from .devices import Runtime
+from .devices import Runtime, resolve_precision
 from .distributed import DistributedManager, launch
 from .engine import Callback, TrainingEngine
 from .monitoring import Logger, PerformanceMonitor, matmul_flops
 from .sources import load_config, read_config, save_config
 from .task import LanguageModelingTask, RegressionTask, TrainingTask
 
-# %% ../../nbs/19_training.ipynb #99364bfe
+# %% ../../nbs/19_training.ipynb #e096178c
 AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {"lm": LanguageModelingTask, "regression": RegressionTask}
 
 
 def find_task(name: str) -> type[TrainingTask]:
-    """A task by its name in `AVAILABLE_TASKS`, or by `package.module:Class`."""
+    """A task by its name in `AVAILABLE_TASKS`, or by `package.module:Class`; the module may lie in the current folder.
+
+    ValueError for a name that leads nowhere, or to something else.
+    """
     if name in AVAILABLE_TASKS:
         return AVAILABLE_TASKS[name]
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise ValueError(f"task={name!r} is not one of {sorted(AVAILABLE_TASKS)}; name your own as package.module:Class")
-    sys.path.insert(0, os.getcwd())  # a task in the user's own folder
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # it stays: processes that load data look for the task's classes, too
     try:
         task = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"task={name!r} cannot be loaded: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     if not (isinstance(task, type) and issubclass(task, TrainingTask)):
         raise ValueError(f"task={name!r} is not a subclass of TrainingTask")
     return task
 
-# %% ../../nbs/19_training.ipynb #bc876ccf
+# %% ../../nbs/19_training.ipynb #6aeb26b0
 def _checkpoint_to_resume(config: Config, manager: CheckpointManager, *, resume: bool, logger: Logger) -> dict[str, Any] | None:
     """The state to go on from, or None for a new run; ValueError where the folder forbids what was asked."""
     run_dir = Path(config.run_dir)
+    _check_same_run(config, run_dir)
     path = manager.latest()
     if path is None:
         if any(manager.folder.glob("step_*")):
@@ -78,15 +81,9 @@ def _checkpoint_to_resume(config: Config, manager: CheckpointManager, *, resume:
             raise ValueError(f"--resume: {run_dir} holds no checkpoint; leave --resume out to begin a new run")
         logger.info(f"new run in {run_dir}")
         return None
-    _check_same_run(config, run_dir)
     return load_checkpoint(path)
 
-
-def _generate_line(config: Config) -> str:
-    """The command that lets a run write, as it is typed."""
-    return shlex.join(["llm-course", "generate", "--run", config.run_dir, "--prompt", config.logging.sample_prompt])
-
-
+# %% ../../nbs/19_training.ipynb #d0df5eb5
 def _check_same_run(config: Config, run_dir: Path) -> None:
     """The task and the model of a run are fixed, and so is its data, which the engine checks by what it holds, not by how it
     is named; how it is trained may change."""
@@ -102,7 +99,7 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
                 "Use the same one to resume, or another --run-dir"
             )
 
-
+# %% ../../nbs/19_training.ipynb #cf18fcc1
 @contextmanager
 def _alone_in(run_dir: Path) -> Iterator[None]:
     """Hold the folder's lock, which a second run finds taken and which the system frees when the process ends."""
@@ -119,7 +116,39 @@ def _alone_in(run_dir: Path) -> Iterator[None]:
     finally:
         lock.release()
 
-# %% ../../nbs/19_training.ipynb #233e1b45
+# %% ../../nbs/19_training.ipynb #77148dfa
+def _callbacks(config: Config, manager: CheckpointManager, *, runtime: Runtime, logger: Logger) -> list[Callback]:
+    """What goes with a run, in the order of the calls; only the main process writes."""
+    run_dir, told = Path(config.run_dir), config.logging
+    callbacks: list[Callback] = []
+    if runtime.is_main:
+        device = runtime.device(config.training.device)
+        peak = _peak_flops(device, resolve_precision(config.training.precision, device)) * runtime.world_size
+        callbacks.append(PerformanceMonitor(log_interval=told.log_interval, peak_flops=peak))
+        if told.sample_interval is not None and config.distributed.strategy == "ddp":
+            sample = functools.partial(_sample, run_dir=run_dir, config=config)
+            callbacks.append(SampleWriter(run_dir, interval=told.sample_interval, sample=sample))
+        callbacks.append(
+            MetricsLogger(run_dir, log_interval=told.log_interval, print_row=None if told.progress else logger.info)
+        )
+        callbacks.append(LossPlot(run_dir))
+        if told.tensorboard:
+            callbacks.append(TensorBoardLogger(run_dir / "tensorboard"))
+        if told.wandb_project is not None:
+            callbacks.append(WandbLogger(run_dir, project=told.wandb_project))
+    if config.training.patience is not None:
+        callbacks.append(EarlyStopping(patience=config.training.patience))
+    callbacks.append(Checkpointer(manager, save_interval=config.checkpoint.save_interval))
+    if runtime.is_main and told.progress:
+        callbacks.append(ProgressBar())
+    return [*callbacks, GracefulStop()]
+
+
+@functools.cache  # measured once in a process
+def _peak_flops(device: torch.device, precision: str) -> float:
+    return matmul_flops(device, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+
+# %% ../../nbs/19_training.ipynb #41950f5a
 class RunResult(NamedTuple):
     """How a run ended."""
 
@@ -129,32 +158,28 @@ class RunResult(NamedTuple):
     stop_reason: str | None  # None: it reached its last step
 
 
-def train_worker(config: Config, *, resume: bool = False) -> RunResult:
-    """Train as `config` says, in `config.run_dir`; begins a run or goes on with an unfinished one.
-
-    With `distributed.world_size` above 1 it starts so many processes; under torchrun it is one of those that torchrun started.
-    ValueError where the configuration, the data or the folder forbids it.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
-        with DistributedManager(config.distributed, device=config.training.device) as runtime:
-            return _train(config, runtime, resume=resume)
-    if config.distributed.world_size > 1:
-        return launch(_train_in_rank, config.distributed.world_size, config, resume)
-    if config.distributed.strategy == "fsdp":
-        raise ValueError("distributed.strategy=fsdp needs several processes: set distributed.world_size, or use torchrun")
-    return _train(config, Runtime(), resume=resume)
+def _introduce(engine: TrainingEngine, logger: Logger) -> None:
+    info = getattr(engine.data, "info", {})
+    if info:
+        logger.info(
+            f"data: {info['source']}, {info['corpus_bytes']:,} bytes (sha256 {info['corpus_sha256'][:12]}), "
+            f"{info['tokens']['train']:,} training and {info['tokens']['val']:,} validation tokens, vocabulary "
+            f"{info['vocab_size']}"
+        )
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
+    processes = f", {engine.runtime.world_size} processes" if engine.runtime.world_size > 1 else ""
+    logger.info(f"model: {parameters:,} parameters on {engine.device} in {engine.precision}{processes}")
 
 
-def _train_in_rank(config: Config, resume: bool) -> RunResult:
-    with DistributedManager(config.distributed, device=config.training.device) as runtime:
-        return _train(config, runtime, resume=resume)
+def _generate_line(config: Config) -> str:
+    """The command that lets a run write, as it is typed."""
+    return shlex.join(["llm-course", "generate", "--run", config.run_dir, "--prompt", config.logging.sample_prompt])
 
-
+# %% ../../nbs/19_training.ipynb #68d86a81
 def _train(config: Config, runtime: Runtime, *, resume: bool) -> RunResult:
-    run_dir = Path(config.run_dir)
-    logger = Logger(rank=runtime.rank)
+    run_dir, checkpoint = Path(config.run_dir), config.checkpoint
+    logger = Logger(rank=runtime.rank, file=run_dir / "log.txt")
     task = find_task(config.task)(config)
-    checkpoint = config.checkpoint
     manager = CheckpointManager(
         run_dir / "checkpoints",
         keep_last=checkpoint.keep_last,
@@ -183,49 +208,29 @@ def _train(config: Config, runtime: Runtime, *, resume: bool) -> RunResult:
         engine.run()
         return RunResult(engine.state.step, engine.max_steps, engine.metrics, engine.stop_reason)
 
+# %% ../../nbs/19_training.ipynb #f99a4239
+def train_worker(config: Config, *, resume: bool = False) -> RunResult:
+    """Train as `config` says, in `config.run_dir`; begins a run or goes on with an unfinished one.
 
-def _callbacks(config: Config, manager: CheckpointManager, *, runtime: Runtime, logger: Logger) -> list[Callback]:
-    """What goes with a run, in the order of the calls; only the main process writes."""
-    run_dir, told = Path(config.run_dir), config.logging
-    callbacks: list[Callback] = []
-    if runtime.is_main:
-        device = runtime.device(config.training.device)
-        peak = matmul_flops(device, torch.float32) * runtime.world_size
-        callbacks.append(PerformanceMonitor(log_interval=told.log_interval, peak_flops=peak))
-        if told.sample_interval is not None and config.distributed.strategy == "ddp":
-            sample = functools.partial(_sample, run_dir=run_dir, config=config)
-            callbacks.append(SampleWriter(run_dir, interval=told.sample_interval, sample=sample))
-        callbacks.append(
-            MetricsLogger(run_dir, log_interval=told.log_interval, print_row=None if told.progress else logger.info)
-        )
-        callbacks.append(LossPlot(run_dir))
-        if told.tensorboard:
-            callbacks.append(TensorBoardLogger(run_dir / "tensorboard"))
-        if told.wandb_project is not None:
-            callbacks.append(WandbLogger(run_dir, project=told.wandb_project))
-    if config.training.patience is not None:
-        callbacks.append(EarlyStopping(patience=config.training.patience))
-    callbacks.append(Checkpointer(manager, save_interval=config.checkpoint.save_interval))
-    if runtime.is_main and told.progress:
-        callbacks.append(ProgressBar())
-    return [*callbacks, GracefulStop()]
+    With `distributed.world_size` above 1 it starts so many processes; under torchrun it is one of those that torchrun started.
+    ValueError where the configuration, the data or the folder forbids it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
+        return _train_in_rank(config, resume)
+    if config.distributed.world_size > 1:
+        return launch(_train_in_rank, config.distributed.world_size, config, resume)
+    if config.distributed.strategy == "fsdp":
+        raise ValueError("distributed.strategy=fsdp needs several processes: set distributed.world_size, or use torchrun")
+    return _train(config, Runtime(), resume=resume)
 
 
-def _introduce(engine: TrainingEngine, logger: Logger) -> None:
-    info = getattr(engine.data, "info", {})
-    if info:
-        logger.info(
-            f"data: {info['source']}, {info['corpus_bytes']:,} bytes (sha256 {info['corpus_sha256'][:12]}), "
-            f"{info['tokens']['train']:,} training and {info['tokens']['val']:,} validation tokens, vocabulary "
-            f"{info['vocab_size']}"
-        )
-    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
-    processes = f", {engine.runtime.world_size} processes" if engine.runtime.world_size > 1 else ""
-    logger.info(f"model: {parameters:,} parameters on {engine.device} in {engine.precision}{processes}")
+def _train_in_rank(config: Config, resume: bool) -> RunResult:
+    with DistributedManager(config.distributed, device=config.training.device) as runtime:
+        return _train(config, runtime, resume=resume)
 
 # %% ../../nbs/19_training.ipynb #d063a2e3
 def main(argv: Sequence[str] | None = None) -> int:
-    """`llm-course train`: returns the exit status; 0 when the run is finished, 130 or 143 when a signal stopped it."""
+    """`llm-course train`: returns the exit status; 0 when the run has ended by itself, 130 or 143 when a signal stopped it."""
     config, resume = load_config(sys.argv[1:] if argv is None else argv)
     result = train_worker(config, resume=resume)
     if int(os.environ.get("RANK", 0)):
@@ -257,7 +262,7 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(argv)
     return main(["--config", str(Path(options.run, "config.yaml")), "--run_dir", options.run, "--resume", *rest])
 
-# %% ../../nbs/19_training.ipynb #a20b60c8
+# %% ../../nbs/19_training.ipynb #c445890a
 def _state_of(run_dir: Path, which: str) -> dict[str, Any]:
     config = read_config(run_dir / "config.yaml") if (run_dir / "config.yaml").is_file() else Config()
     settings = config.checkpoint
@@ -278,7 +283,7 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     model.load_state_dict(state["model"])
     return model.eval(), tokenizer
 
-
+# %% ../../nbs/19_training.ipynb #b021d511
 @torch.no_grad()
 def evaluate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course evaluate`: the validation loss of a run, from its own folder."""
@@ -301,7 +306,7 @@ def evaluate_command(argv: Sequence[str] | None = None) -> int:
     print("".join(f", {name} {value:.4f}" for name, value in task.metrics(loss, data).items()))
     return 0
 
-
+# %% ../../nbs/19_training.ipynb #b86c1514
 def generate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course generate`: stream a continuation of a prompt."""
     parser = argparse.ArgumentParser(prog="llm-course generate", description="Let a trained model continue a text.")
@@ -321,7 +326,7 @@ def generate_command(argv: Sequence[str] | None = None) -> int:
     _write(model, tokenizer, options.prompt, **settings)
     return 0
 
-
+# %% ../../nbs/19_training.ipynb #f17e4bde
 def _sample(model: torch.nn.Module, *, run_dir: Path, config: Config) -> str:
     prompt, length = config.logging.sample_prompt, config.logging.sample_tokens
     tokenizer = BPETokenizer.load(run_dir)
