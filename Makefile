@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help init train test lint lab export exercises clean
+.PHONY: help init train test lint lab export exercises bench bench-full clean
 
 help:
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 init: $(VENV)/.dev  ## Set up .venv with everything the course uses
 
@@ -30,6 +30,12 @@ export: $(VENV)/.dev  ## Write llm_course/ from the notebooks, and clean the not
 
 exercises: $(VENV)/.dev  ## Write the student versions of the exercises to exercises/
 	$(BIN)/python scripts/exercises.py
+
+bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks
+
+bench-full: $(VENV)/.dev  ## The same with more rounds
+	$(BIN)/python -m benchmarks --full
 
 clean:  ## Remove .venv and everything generated, but not runs/
 	rm -rf $(VENV) build dist _docs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

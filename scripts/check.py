@@ -56,7 +56,7 @@ STAGES = [
     ),
     Stage(
         "lint",
-        [["ruff", "check", "llm_course", "tests", "scripts", "nbs"]],
+        [["ruff", "check", "llm_course", "tests", "scripts", "benchmarks", "nbs"]],
         "Mend it where it is written: for llm_course/ that is the notebook named in the file's first lines; then `make export`.",
     ),
     Stage("types", [["mypy"]], "Mend the signature in the chapter's notebook, then `make export`."),

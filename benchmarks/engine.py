@@ -1,0 +1,134 @@
+"""What the engine, its checkpoints and its processes cost beside the bare loop, `torch.save` and one process."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.measure import Row, alternate
+from benchmarks.models import BATCH, SHAPES, SMALL, batch_of, loss_on, ours
+from benchmarks.training import step_of
+from llm_course.text.data import BaseDataModule
+from llm_course.training.callbacks import MetricsLogger, TensorBoardLogger
+from llm_course.training.checkpointing import Checkpointer, CheckpointManager, load_checkpoint
+from llm_course.training.config import Config, DataConfig, DistributedConfig, LoggingConfig, OptimizationConfig, TrainingConfig
+from llm_course.training.distributed import DistributedManager, launch
+from llm_course.training.engine import TrainingEngine
+from llm_course.training.monitoring import PerformanceMonitor, RandomTokens
+from llm_course.training.task import LanguageModelingTask
+
+STEPS = {"tiny": 500, "small": 6}
+
+
+class Task(LanguageModelingTask):
+    def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
+        return {}
+
+
+def engine_run(shape: str) -> Callable[[], None]:
+    """A run with all that a run has: loader, metrics, TensorBoard, speed and a checkpoint every 500 steps."""
+    (B, T), steps = BATCH[shape], STEPS[shape]
+    config = Config(
+        model=SHAPES[shape],
+        data=DataConfig(sequence_length=T, vocab_size=4096),
+        training=TrainingConfig(batch_size=B, max_steps=steps, eval_interval=10**9, device="cpu", precision="fp32"),
+        optimization=OptimizationConfig(schedule="constant", warmup_steps=0),
+        logging=LoggingConfig(progress=False),
+    )
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            checkpointer = Checkpointer(CheckpointManager(folder / "checkpoints"), save_interval=500)
+            watchers = [PerformanceMonitor(), MetricsLogger(folder), TensorBoardLogger(folder), checkpointer]
+            TrainingEngine(config, Task(config), RandomTokens(config, num_batches=steps), watchers).run()
+
+    return run
+
+
+def bare_run(shape: str) -> Callable[[], None]:
+    B, T = BATCH[shape]
+
+    def run() -> None:
+        model = ours(SHAPES[shape])
+        loss_of = loss_on(*batch_of(SHAPES[shape].vocab_size or 0, B, T))
+        step = step_of(model, loss_of, bf16=False, compiled=False)
+        for _ in range(STEPS[shape]):
+            step()
+
+    return run
+
+
+def two_processes() -> float:
+    """Seconds of a step of two processes with one thread each, together the batch of *small*."""
+    torch.set_num_threads(1)
+    with DistributedManager(DistributedConfig(world_size=2), device="cpu"):
+        model = DistributedDataParallel(ours(SMALL), gradient_as_bucket_view=True)
+        return time_steps(model, BATCH["small"][0] // 2)
+
+
+def one_process() -> float:
+    torch.set_num_threads(2)
+    return time_steps(ours(SMALL), BATCH["small"][0])
+
+
+def time_steps(model: nn.Module, batch_size: int, *, steps: int = 5) -> float:
+    loss_of = loss_on(*batch_of(SMALL.vocab_size or 0, batch_size, BATCH["small"][1]))
+    step, seconds = step_of(model, loss_of, bf16=False, compiled=False), []
+    step()
+    for _ in range(steps):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[steps // 2]
+
+
+def checkpoint_rows(*, full: bool) -> Iterator[Row]:
+    """Ours verifies: hashes while writing and while reading, and waits for the disk. `torch.save` does neither."""
+    model = ours(SMALL)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long)).loss_sum.backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"step": 1}}
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        manager, step = CheckpointManager(Path(folder, "ours"), keep_last=1), iter(range(1, 10**6))
+        path = manager.save(state, step=0)
+        torch.save(state, Path(folder, "theirs.pt"))
+        rounds = 15 if full else 7
+        saved = alternate(
+            {
+                "ours": lambda: manager.save(state, step=next(step)),
+                "theirs": lambda: torch.save(state, Path(folder, "theirs.pt")),
+            },
+            rounds=rounds,
+        )
+        path = manager.latest()
+        assert path is not None
+        loaded = alternate(
+            {"ours": lambda: load_checkpoint(path), "theirs": lambda: torch.load(Path(folder, "theirs.pt"))}, rounds=rounds
+        )
+    size = f"{3 * sum(p.nbytes for p in model.parameters()) / 1e6:.0f} MB"
+    for what, seconds, peer in (("save", saved, "torch.save"), ("load", loaded, "torch.load")):
+        times = 1e3 * seconds["ours"], 1e3 * seconds["theirs"]
+        yield Row(f"checkpoint, {what}, {size}, with hashes", peer, *times, goals=(0.67, 0.67))
+
+
+def rows(*, full: bool) -> Iterator[Row]:
+    for shape in ("tiny", "small"):
+        seconds = alternate({"ours": engine_run(shape), "theirs": bare_run(shape)}, rounds=3 if full else 2, warmup=0)
+        per_step = {name: 1e3 * value / STEPS[shape] for name, value in seconds.items()}
+        yield Row(f"whole engine, a step, {shape}", "the bare step on one batch", **per_step, goals=(0.97, 0.97))
+    yield from checkpoint_rows(full=full)
+    ddp, single = [], []
+    for _ in range(3):
+        ddp.append(launch(two_processes, 2))
+        single.append(launch(one_process, 1))
+    what, peer = "DDP, two processes of one thread, a step, small", "one process of two threads"
+    yield Row(what, peer, 1e3 * sorted(ddp)[1], 1e3 * sorted(single)[1], goals=(1.0, 0.9))

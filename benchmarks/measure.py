@@ -1,0 +1,108 @@
+"""What all benchmarks share: rows, timing that alternates between the candidates, and the machine with its limits."""
+
+import importlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass
+class Row:
+    """One line of the table: `ours` and `theirs` are costs in `unit`, so the ratio is theirs / ours and more is better."""
+
+    what: str
+    peer: str
+    ours: float
+    theirs: float
+    unit: str = "ms"
+    goals: tuple[float, float] | None = None  # the ratio wanted with AVX-512-BF16, and with AMX
+    share: str = ""  # of the machine's limit, in words
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+
+def alternate(candidates: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 1) -> dict[str, float]:
+    """The median seconds of each candidate. They take turns, so a slow minute of the machine is everybody's."""
+    for function in candidates.values():
+        for _ in range(warmup):
+            function()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for index in range(rounds):
+        for name in sorted(candidates, reverse=bool(index % 2)):
+            start = time.perf_counter()
+            candidates[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def cpu_kind() -> str:
+    """Which of the goals apply: those of AMX, of AVX-512-BF16, or none."""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX-512-BF16" if torch.cpu._is_avx512_bf16_supported() else "no bf16 instructions"
+
+
+def machine() -> dict[str, str]:
+    """The processor and the versions that the figures belong to."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "kind": cpu_kind(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+
+
+def matmul_rate(m: int, n: int, k: int, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
+    """The best floating-point operations per second of (m, k) @ (k, n)."""
+    a, b, best = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), float("inf")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return 2 * m * n * k / best
+
+
+def bandwidth(*, seconds: float = 0.5, megabytes: int = 512) -> float:
+    """The best bytes per second at which a tensor that no cache can hold is read."""
+    a, best = torch.ones(megabytes * 2**20 // 4), float("inf")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a.sum()
+        best = min(best, time.perf_counter() - start)
+    return a.nbytes / best
+
+
+def ceilings() -> dict[str, float]:
+    """The limits that shares refer to: GFLOP/s at the widest product of *small*, GB/s."""
+    rates = {f"{name} products": matmul_rate(4096, 1024, 384, dtype) / 1e9 for name, dtype in (("fp32", FP32), ("bf16", BF16))}
+    return rates | {"memory read": bandwidth() / 1e9}
+
+
+def measured(name: str, full: bool) -> dict[str, Any]:
+    """The rows of a module of this folder; in a process of its own nothing is there that another has compiled or allocated."""
+    found: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine(), "ceilings": ceilings(), "rows": []}
+    for row in importlib.import_module(f"benchmarks.{name}").rows(full=full):
+        print(f"{row.what:64} {row.ours:9.2f} {row.theirs:9.2f} {row.unit:11} x{row.ratio:<8.2f} {row.peer}", flush=True)
+        found["rows"].append(asdict(row))
+    return found

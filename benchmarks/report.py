@@ -1,0 +1,41 @@
+"""Write RESULTS.md from results.json."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+INTRODUCTION = """# Results
+
+Each figure is a ratio against a peer that was measured in the same run, in turns; the median of several. More is better: 1.20
+means that the peer takes 1.2 times as long, or needs 1.2 times the memory. `make bench` writes this file. A goal is met where
+the ratio reaches it; where none was set for this kind of machine, none is shown.
+"""
+
+
+def write_report(tables: dict) -> None:
+    text = [INTRODUCTION]
+    for title, modules in tables.items():
+        newest = max(modules.values(), key=lambda found: found["date"])
+        machine = newest["machine"]
+        versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "transformers", "tokenizers"))
+        text.append(
+            f"\n## {title}\n\n{machine['threads']} threads on {machine['cores']} cores, {machine['instructions']}; {versions}."
+        )
+        limits = ", ".join(
+            f"{name} {value:.0f} {'GB/s' if 'read' in name else 'GFLOP/s'}" for name, value in newest["ceilings"].items()
+        )
+        text.append(f"Ceilings: {limits}.\n\n| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |")
+        text.append("|---|---|---|---|---|---|---|---|---|")
+        for found in modules.values():
+            for row in found["rows"]:
+                goal = _goal(row, machine["kind"])
+                words = "; ".join(word for word in (row["share"], row["note"]) if word)
+                cells = [row["what"], row["peer"], f"**{row['theirs'] / row['ours']:.2f}**", f"{goal:g}" if goal else ""]
+                cells += [f"{row['ours']:.3g}", f"{row['theirs']:.3g}", row["unit"], words, found["date"]]
+                text.append("| " + " | ".join(cells) + " |")
+    (FOLDER / "RESULTS.md").write_text("\n".join(text) + "\n")
+
+
+def _goal(row: dict, kind: str) -> float | None:
+    """The goal of this kind of machine, or the one that is the same for all."""
+    amd, intel = row["goals"] or (None, None)
+    return {"AVX-512-BF16": amd, "AMX": intel}.get(kind, amd if amd == intel else None)
