@@ -105,6 +105,25 @@ def test_grouped_product(counts):
     assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
 
 
+@pytest.mark.parametrize("counts", [[31, 0, 33, 1, 64, 3], [0, 132, 0, 0, 0, 0], [1, 1, 1, 1, 1, 127], [32, 32, 32, 32, 4, 0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_grouped_product_in_half_precision_rounds_the_blocks_up(counts, dtype, monkeypatch):
+    torch.manual_seed(0)
+    half = torch.randn(132, 8, dtype=dtype, requires_grad=True), torch.randn(6, 12, 8, dtype=dtype, requires_grad=True)
+    full, probe = [tensor.detach().float().requires_grad_() for tensor in half], torch.randn(132, 12)
+    counts = torch.tensor(counts)
+    shapes, product = set(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **out: (shapes.add((a.shape, b.shape)), product(a, b, **out))[1])
+    y = _grouped_linear(*half, counts)
+    found = torch.autograd.grad(y, half, probe.to(dtype))
+    assert shapes and all(size % 32 == 0 for a, b in shapes for size in {*a, *b} - {8, 12})
+    wanted = _grouped_linear(*full, counts)
+    assert_close(y.float(), wanted, rtol=1e-2, atol=1e-2)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, full, probe), strict=True):
+        assert_close(ours.float(), theirs, rtol=2e-2, atol=0.1)
+    assert (found[1][counts == 0] == 0).all()
+
+
 def test_second_derivatives():
     torch.manual_seed(0)
     counts = torch.tensor([2, 0, 3])
@@ -158,7 +177,7 @@ def test_grouped_product_equals_pytorchs():
 
 
 def test_counts_that_do_not_cover_the_rows_are_refused():
-    with pytest.raises(RuntimeError, match="sum exactly to 7"):
+    with pytest.raises(RuntimeError, match=r"blocks of \[3, 3\] rows must fill the 7 rows"):
         _grouped_linear(torch.randn(7, 5), torch.randn(2, 3, 5), torch.tensor([3, 3]))
 
 

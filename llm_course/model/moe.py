@@ -21,22 +21,45 @@ from .embedding import _check_sizes
 from .mlp import _ACTIVATIONS, MLP
 
 # %% ../../nbs/07_moe.ipynb #27965a16
+def _grain(x: Tensor) -> int:
+    """To what number of rows a block is rounded up. In half precision a CPU's library writes machine code for each new shape."""
+    return 32 if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and len(x) > 32 else 1
+
+
 @torch.library.custom_op("llm_course::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Y_e = X_e W_e^T: x (M, C) in E blocks of `counts` rows, each with its own matrix of `weight` (E, F, C); (M, F)."""
-    y, sizes = x.new_empty(x.shape[0], weight.shape[1]), counts.tolist()
-    for rows, matrix, out in zip(x.split(sizes), weight, y.split(sizes), strict=True):
-        torch.mm(rows, matrix.T, out=out)  # (rows, C) @ (C, F) -> (rows, F)
-    return y
+    sizes, grain, start = _sizes(counts, x), _grain(x), 0
+    y = x.new_empty(len(x) + grain - 1, weight.shape[1])
+    x = F.pad(x, (0, 0, 0, grain - 1)) if grain > 1 else x
+    for size, matrix in zip(sizes, weight, strict=True):
+        stop = start + math.ceil(size / grain) * grain  # the rows behind the block are wrong until the next one writes them
+        torch.mm(x[start:stop], matrix.T, out=y[start:stop])  # (rows, C) @ (C, F) -> (rows, F)
+        start += size
+    return y[:start]
 
 
 @torch.library.custom_op("llm_course::grouped_outer", mutates_args=())
 def _grouped_outer(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     """dW_e = dY_e^T X_e: dy (M, F) and x (M, C) in E blocks of `counts` rows; (E, F, C), zeros for an empty block."""
-    dweight, sizes = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]), counts.tolist()
-    for dy_rows, x_rows, out in zip(dy.split(sizes), x.split(sizes), dweight, strict=True):
-        torch.mm(dy_rows.T, x_rows, out=out)  # (F, rows) @ (rows, C) -> (F, C)
+    dweight, grain, start = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]), _grain(x), 0
+    for size, out in zip(_sizes(counts, x), dweight, strict=True):
+        rest = size % grain
+        cut, stop = start + size - rest, start + size
+        torch.mm(dy[start:cut].T, x[start:cut], out=out)  # (F, rows) @ (rows, C) -> (F, C)
+        if rest:
+            pad = (0, 0, 0, grain - rest)  # zeros add nothing
+            out.addmm_(F.pad(dy[cut:stop], pad).T, F.pad(x[cut:stop], pad))
+        start = stop
     return dweight
+
+
+def _sizes(counts: Tensor, x: Tensor) -> list[int]:
+    """`counts` as numbers; RuntimeError where they do not sum to the rows of x."""
+    sizes = counts.tolist()
+    if sum(sizes) != len(x) or min(sizes, default=0) < 0:
+        raise RuntimeError(f"the blocks of {sizes} rows must fill the {len(x)} rows of x")
+    return sizes
 
 
 def _grouped_linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
