@@ -773,6 +773,21 @@ def test_stop_ends_after_the_step():
     assert (engine.state.step, engine.stop_reason, engine.done) == (4, "the test asked for it", True)
 
 
+def test_stop_asked_at_the_start_ends_before_the_first_step():
+    class Enough(Callback):
+        ended = False
+
+        def on_train_start(self, engine):
+            engine.stop("all was done before")
+
+        def on_train_end(self, engine):
+            self.ended = True
+
+    engine = make(callbacks=[enough := Enough()])
+    engine.run()
+    assert (engine.state.step, engine.stop_reason, enough.ended) == (0, "all was done before", True)
+
+
 # ---------------------------------------------------------------- compile
 
 

@@ -62,10 +62,7 @@ class TrainState:
 
 
 class Callback:
-    """Override what you need; the engine calls the hooks of all callbacks in list order.
-
-    `metrics` is shared along the list: a callback may add to it for those after it.
-    """
+    """Override what you need; hooks are called in list order. `metrics` is shared along the list: add to it for those after."""
 
     def on_train_start(self, engine: "TrainingEngine") -> None:
         """The model is built and, when resuming, restored."""
@@ -74,8 +71,7 @@ class Callback:
         """The next batch is one of `engine.state.epoch`."""
 
     def on_step_end(self, engine: "TrainingEngine", metrics: dict[str, Any]) -> None:
-        """An optimizer step is done; `metrics` has loss_sum, num_targets, grad_norm, learning_rate, and validation results
-        where due."""
+        """A step is done; `metrics` has loss_sum, num_targets, grad_norm, learning_rate, and what a validation found."""
 
     def on_validation_start(self, engine: "TrainingEngine") -> None:
         """The model is about to be evaluated."""
@@ -122,8 +118,7 @@ def _fault_of(output: Any, *, needs_gradient: bool) -> str | None:
 class TrainingEngine:
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`.
 
-    The engine owns the loop, backward and the state. Callbacks do the rest, in list order. `stop()` ends the run after the
-    current step.
+    The engine owns the loop, backward and the state. Callbacks do the rest, in list order.
     """
 
     def __init__(
@@ -146,8 +141,7 @@ class TrainingEngine:
         self._is_set_up = False
 
     def setup(self, state: dict[str, Any] | None = None) -> None:
-        """Prepare the data and build model, optimizer and schedule; with `state`, go on from there. `run` does it where
-        nobody has.
+        """Prepare the data and build model, optimizer and schedule; with `state`, go on from there. `run` calls it if need be.
 
         ValueError where the data or the number of processes is not that of `state`; then nothing on disk has changed.
         """
@@ -192,6 +186,7 @@ class TrainingEngine:
             self.setup()
         try:
             self._call("on_train_start")
+            self._agree_to_stop()
             while not self.done:
                 self._run_epoch()
             self._call("on_train_end")
@@ -209,8 +204,12 @@ class TrainingEngine:
         return self.stop_reason is not None or self.state.step >= self.max_steps
 
     def stop(self, reason: str) -> None:
-        """End the run after the current step, on all ranks."""
+        """End the run after the current step, on all ranks; asked in `on_train_start`, before the first."""
         self._stop_asked = reason
+
+    def _agree_to_stop(self) -> None:
+        if self.runtime.any(self._stop_asked is not None):
+            self.stop_reason = next(reason for reason in self.runtime.gather(self._stop_asked) if reason is not None)
 
     def _run_epoch(self) -> None:
         training, state, runtime = self.config.training, self.state, self.runtime
@@ -230,8 +229,7 @@ class TrainingEngine:
             if state.batch == batches_of_epoch:
                 state.epoch, state.batch = state.epoch + 1, 0
             self._call("on_step_end", metrics)
-            if runtime.any(self._stop_asked is not None):
-                self.stop_reason = next(reason for reason in runtime.gather(self._stop_asked) if reason is not None)
+            self._agree_to_stop()
             if self.done:
                 break
         if state.batch == 0:
