@@ -8,9 +8,11 @@ __all__ = ['COMMANDS', 'main']
 # %% ../nbs/19_training_command.ipynb #e3c7931b
 import importlib
 import io
+import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 # %% ../nbs/19_training_command.ipynb #756aeb31
 COMMANDS = {
@@ -25,16 +27,14 @@ COMMANDS = {
 # %% ../nbs/19_training_command.ipynb #c61bfcd4
 def _is_ours(error: BaseException) -> bool:
     """Whether the package itself refused something, so that its words suffice; a bug elsewhere shows its place as well."""
+    if isinstance(error, OSError):  # the words of most name a file; those of a broken pipe name nothing
+        return not isinstance(error, BrokenPipeError)
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, OSError) or frames[-1].startswith("llm_course.")
+    return frames[-1].startswith("llm_course.")
 
-# %% ../nbs/19_training_command.ipynb #4cbeaa34
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program `llm-course`: finds the command and hands it the rest of the line. Returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
-    words = list(sys.argv[1:] if argv is None else argv)
+# %% ../nbs/19_training_command.ipynb #420d22c0
+def _run(words: Sequence[str]) -> Any:
+    """Find the command, hand it the rest of the line, and return its status."""
     if not words or words[0] in ("-h", "--help"):
         print("usage: llm-course COMMAND ...   (llm-course COMMAND --help tells more)\n")
         print("\n".join(f"  {name:10} {help}" for name, (help, _) in COMMANDS.items()))
@@ -48,17 +48,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {words[0]!r} is not a command: choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, _, function = COMMANDS[words[0]][1].partition(":")
+    return getattr(importlib.import_module(module), function)(words[1:])
+
+# %% ../nbs/19_training_command.ipynb #afd546d0
+def _reader_has_gone() -> bool:
+    """Whether stdout or stderr is a pipe that nobody reads any more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            poll = select.poll()
+            poll.register(stream.fileno(), select.POLLRDBAND)  # an error is told whatever one asks for; macOS wants this
+            if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+                return True
+        except (AttributeError, OSError, ValueError):  # a notebook's or a test's stream may have no number to ask by
+            pass
+    return not hasattr(select, "poll")  # Windows has none: take it for the reader, the usual reason
+
+# %% ../nbs/19_training_command.ipynb #b814b6a5
+def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What the function returns, or the status for what it raised, after a word about it on stderr."""
     try:
-        return getattr(importlib.import_module(module), function)(words[1:])
-    except BrokenPipeError:  # the reader of our output had enough: end as a program does that SIGPIPE ends
-        sys.stdout = None
-        return 141
+        return function(*arguments, **options)
+    except SystemExit as end:  # how argparse ends: 0 after its help, 2 after words that it refuses
+        return end.code
     except (ValueError, OSError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            return 141  # the reader of our output had enough: end as a program does that SIGPIPE ends
         if not _is_ours(error):
             traceback.print_exc()
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
         print(f"error: {error}{notes}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted; the newest checkpoint is what is kept", file=sys.stderr)
+        print("\ninterrupted; what has been saved is kept", file=sys.stderr)
         return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program `llm-course`: finds the command and hands it the rest of the line. Returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows a question mark
+    status = _guard(_run, list(sys.argv[1:] if argv is None else argv))
+    unwritten = _guard(print, end="", flush=True)  # a short output waits in the buffer until here; its reader may be gone
+    if unwritten:
+        sys.stdout = None  # else Python tries once more after our end, and complains
+    return unwritten or status or 0

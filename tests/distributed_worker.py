@@ -235,3 +235,37 @@ class Dying(CopyTask):
         if os.environ["RANK"] == "1" and self.steps == 6 and not attempt.exists():
             attempt.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[0](x) + self.experts[1](x)
+
+
+class Stack(nn.Module):
+    """Lists of blocks in a list of blocks, as of experts in layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+def threads_and_nested_blocks() -> tuple[int, bool]:
+    """How many threads a process has, and whether FSDP computes what the model alone does where blocks hold blocks."""
+    with DistributedManager(DistributedConfig(world_size=2, strategy="fsdp"), device="cpu") as runtime:
+        torch.manual_seed(0)
+        model, x = Stack(), torch.randn(3, 2)
+        alone = model(x).detach()
+        runtime.shard(model, bf16=False)
+        return torch.get_num_threads(), torch.allclose(model(x).detach(), alone)

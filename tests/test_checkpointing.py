@@ -34,7 +34,7 @@ from llm_course.training.checkpointing import (
     verify,
 )
 from llm_course.training.config import Config, TrainingConfig
-from llm_course.training.engine import TrainingEngine
+from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.monitoring import Logger
 from llm_course.training.task import RegressionTask
 from llm_course.training.train import main
@@ -146,7 +146,7 @@ def test_case_1_killed_twenty_times_at_random_moments_while_saving(tmp_path):
 
 OPERATIONS = [
     (checkpointing, "save_file"), (Path, "write_text"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "rmdir"),
-    (checkpointing.tempfile, "mkdtemp"),
+    (Path, "mkdir"),
 ]  # fmt: skip
 
 
@@ -435,11 +435,12 @@ def test_case_8_retention_under_random_sequences(tmp_path_factory, events, keep_
             ours.save(numbered(step) | {"metrics": {} if metric is None else {"loss": metric}}, step=step)
         there[step] = metric
         cut.discard(step)
-        newest_ones = sorted([other for other in {*there, *cut, 1} if other <= step])[-keep_last:]  # 1 is the foreign folder
+        whole = sorted(other for other in there if other <= step)
+        since = whole[-keep_last] if len(whole) >= keep_last else 0  # broken ones do not count; those between stay
         scores = {other: value for other, value in there.items() if value is not None and not math.isnan(value)}
         best = (min if mode == "min" else max)(scores.values(), default=None)
         ties = [other for other, value in scores.items() if value == best]
-        stays = {*newest_ones, *([max(ties)] if with_best and ties else [])}
+        stays = {other for other in {*there, *cut} if since <= other <= step} | {*([max(ties)] if with_best and ties else [])}
         there, cut = {s: there[s] for s in there if s in stays}, cut & stays
         names = {f"step_{other:08d}" for other in {*there, *cut, 1}}
         assert {path.name for path in folder.iterdir()} == names | {"step_5", "x.txt"}
@@ -456,6 +457,77 @@ def test_case_8_a_later_one_stays_where_it_is_whole_and_goes_where_it_is_broken(
     (tmp_path / "step_00000009" / "state.json").unlink()
     ours.save(numbered(3), step=3)
     assert list(tmp_path.iterdir()) == [early]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_the_ones_to_fall_back_on_are_whole(tmp_path, keep_last):
+    """One flipped bit in the newest, then another save: of the older ones as many whole ones stay as without the bit."""
+    ours = manager_of(tmp_path, keep_last=keep_last)
+    for step in (10, 20, 30, 40):
+        path = ours.save(numbered(step), step=step)
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+    ours.save(numbered(50), step=50)
+    fresh, whole = manager_of(tmp_path), []
+    for folder in sorted(tmp_path.iterdir()):
+        whole += [step_of(folder)] if fresh._first_whole([folder]) else []
+    assert whole == [20, 30, 50][-keep_last:]
+    assert keep_last == 1 or "step_00000040/model.safetensors was changed" in ours.logger.lines[-1].replace(os.sep, "/")
+
+
+def test_a_save_reads_back_what_it_has_written_and_no_more(tmp_path, monkeypatch):
+    """Three files for each save, also where the best one is old; what others have written, or changed, is read once."""
+    now = time.time_ns  # files that are as young as a tick of the clock would be read again
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 10**9)
+    real, read = checkpointing._sha256, []
+    monkeypatch.setattr(checkpointing, "_sha256", lambda path: read.append(path.parent.name[-1]) or real(path))
+
+    def read_by_saving(manager: CheckpointManager, step: int) -> str:
+        read.clear()
+        manager.save(numbered(step, loss=float(step)), step=step)  # the first stays the best
+        return "".join(read[3:])  # the first three are those of the new one, under another name
+
+    ours = manager_of(tmp_path, keep_last=3, best_metric="loss")
+    assert [read_by_saving(ours, step) for step in range(1, 6)] == [""] * 5
+    ours = manager_of(tmp_path, keep_last=3, best_metric="loss")
+    assert [read_by_saving(ours, step) for step in (6, 7)] == ["555444111", ""]
+    time.sleep(0.02)
+    os.utime(tmp_path / "step_00000007" / "state.json")
+    os.truncate(tmp_path / "step_00000006" / "model.safetensors", 9)
+    assert [read_by_saving(ours, step) for step in (8, 9)] == ["7776", ""]
+    assert len(ours.logger.lines) == 1 and "is cut" in ours.logger.lines[0]  # told once
+    assert [path.name[-1] for path in sorted(tmp_path.iterdir())] == ["1", "7", "8", "9"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions are not those of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_who_may_read_a_checkpoint_is_said_by_the_umask(tmp_path, umask):
+    former = os.umask(umask)
+    try:
+        ours = manager_of(tmp_path / "run")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+        for step in (1, 1):
+            path = ours.save(numbered(step), step=step)
+    finally:
+        os.umask(former)
+    ordinary = [(tmp_path / name).stat().st_mode for name in ("folder", "file")]
+    assert {path.stat().st_mode, ours.folder.stat().st_mode} == {ordinary[0]}
+    assert {file.name: file.stat().st_mode for file in path.iterdir()} == dict.fromkeys(FILES, ordinary[1])
+
+
+@pytest.mark.parametrize("metric", ["val_los", "val_bits_per_byte"])
+def test_a_best_metric_that_there_is_not_is_an_error_and_loses_nothing(tmp_path, metric):
+    first = manager_of(tmp_path, keep_last=1, best_metric="val_loss")
+    for step, loss in enumerate([1.0, 2.0], start=1):
+        first.save(numbered(step, val_loss=loss), step=step)
+    ours = manager_of(tmp_path, keep_last=1, best_metric=metric)
+    with pytest.raises(ValueError, match=f"best_metric='{metric}' is no result of the validation, which gives val_loss, val_x: "):
+        ours.save(numbered(3, val_loss=3.0, val_x=1.0), step=3)
+    assert [step_of(path) for path in sorted(tmp_path.iterdir())] == [1, 2, 3]  # the best of the former name is there, too
+    ours.save(numbered(4), step=4)  # before the first validation nobody can know
+    manager_of(tmp_path, keep_last=1).save(numbered(5, val_loss=3.0), step=5)  # none is asked for
 
 
 def test_steps_are_compared_as_numbers(tmp_path):
@@ -541,6 +613,15 @@ def test_a_state_that_makes_no_sense_is_an_error_of_ours(tmp_path, text):
 # ---------------------------------------------------------------- with the engine
 
 
+class StopAt(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
+        if engine.state.step == self.step:
+            engine.stop("the test asked for it")
+
+
 class WithDropout(RegressionTask):
     def build_model(self, data: Any) -> torch.nn.Module:
         return torch.nn.Sequential(super().build_model(data), torch.nn.Dropout(0.5))
@@ -572,6 +653,85 @@ def test_case_12_plain_and_compiled_load_each_other(tmp_path, monkeypatch):
             engine.run()
             ends[first, second] = dict(engine.model.state_dict())
     assert all(differences(end, ends[False, False]) == [] for end in ends.values())
+
+
+def test_best_is_a_checkpoint_that_was_validated(tmp_path):
+    """The results that a state carries may be those of earlier weights: only the step that they were measured at has a score."""
+    ours = manager_of(tmp_path / "run", best_metric="val_loss", keep_last=1)
+    engine = make_engine(None, Checkpointer(ours, save_interval=4), max_steps=9, eval_interval=4)
+    engine.callbacks.append(StopAt(5))  # a step after a validation, as a signal may
+    engine.run()
+    assert [path.name for path in sorted(ours.folder.iterdir())] == ["step_00000004", "step_00000005"]
+    assert ours.best().name == "step_00000004" and ours.latest().name == "step_00000005"
+    assert load_checkpoint(ours.latest())["metrics"] == load_checkpoint(ours.best())["metrics"]  # the newest results go on
+
+
+def test_a_run_that_fails_in_the_validation_of_an_epochs_end_goes_on(tmp_path):
+    class Fails(Callback):
+        def on_validation_start(self, engine: TrainingEngine) -> None:
+            raise RuntimeError("no memory")
+
+    ours, rows = manager_of(tmp_path / "run"), 448
+    with pytest.raises(RuntimeError, match="no memory"):
+        make_engine(None, Checkpointer(ours, save_interval=99), Fails(), max_steps=6, batch_size=rows // 4, eval_interval=4).run()
+    engine = make_engine(load_checkpoint(ours.latest()), max_steps=6, batch_size=rows // 4, eval_interval=4)
+    assert (engine.state.step, engine.state.epoch, engine.state.batch) == (4, 1, 0)
+    engine.run()
+    assert engine.state.step == 6
+
+
+def test_a_metric_may_be_a_tensor(tmp_path):
+    class Measures(WithDropout):
+        def metrics(self, loss: float, data: Any) -> dict[str, Any]:
+            return {"half": torch.tensor(loss / 2)}
+
+    config = Config(training=TrainingConfig(max_steps=2, precision="fp32", device="cpu"))
+    task, ours = Measures(config), manager_of(tmp_path / "run", best_metric="val_half")
+    TrainingEngine(config, task, task.build_data(), [Checkpointer(ours, save_interval=2)]).run()
+    metrics = load_checkpoint(ours.best())["metrics"]
+    assert metrics["val_half"] == pytest.approx(metrics["val_loss"] / 2)
+
+
+def test_a_conjugate_keeps_its_sign(tmp_path):
+    c = torch.tensor([1 + 2j, 3 - 4j])
+    model = {"a": c.imag, "b": c.conj().imag, "c": c.conj()}
+    loaded = load_checkpoint(manager_of(tmp_path).save({"model": model}, step=1))["model"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize(("state", "step"), [({}, 1), ({"model": None}, 1), ({"model": [torch.ones(1)]}, 1), ({"model": {}}, -1)])
+def test_what_is_no_state_is_refused_before_anything_is_written(state, step, tmp_path):
+    ours = manager_of(tmp_path / "run")
+    with pytest.raises(ValueError, match="must be 0 or more, and the state a dict whose 'model' is a dict"):
+        ours.save(state, step=step)
+    assert not ours.folder.exists()
+
+
+def test_a_wrong_best_metric_ends_a_run_at_the_first_save_that_can_know_it(tmp_path):
+    """A validation after step 2, saves after each step: step 1 is saved, step 2 is saved and ends the run, once."""
+    ours = manager_of(tmp_path / "run", best_metric="val_los")
+    engine = make_engine(None, checkpointer := Checkpointer(ours, save_interval=1), eval_interval=2)
+    with pytest.raises(ValueError, match="best_metric='val_los' is no result of the validation, which gives val_loss") as caught:
+        engine.run()
+    assert caught.value.__notes__ == ["raised by Checkpointer.on_step_end"] and checkpointer.saved_step == 2
+    assert [path.name for path in sorted(ours.folder.iterdir())] == ["step_00000001", "step_00000002"]
+    ours.best_metric = "val_loss"
+    engine = make_engine(load_checkpoint(ours.latest()), Checkpointer(ours, save_interval=1))
+    engine.run()  # and goes on with the right name
+    assert engine.state.step == 4
+
+
+def test_a_wrong_best_metric_ends_all_processes_alike(tmp_path):
+    """All come to the exchange of who was refused, and all raise after it: nobody waits for one that has ended."""
+    for is_main in (True, False):
+        asked = []
+        runtime = SimpleNamespace(is_main=is_main, world_size=2, any=lambda flag, asked=asked: asked.append(flag) or flag)
+        engine = SimpleNamespace(state=SimpleNamespace(step=4), state_dict=lambda: numbered(4, val_loss=1.0), runtime=runtime)
+        checkpointer = Checkpointer(manager_of(tmp_path / "run", best_metric="val_los"), save_interval=4)
+        with pytest.raises(ValueError, match="best_metric='val_los' is no result"):
+            checkpointer.on_step_end(engine, {})
+        assert asked == [False] and checkpointer.saved_step == 4
+    assert step_of(checkpointer.manager.latest()) == 4
 
 
 class Watched(RegressionTask):

@@ -4,6 +4,9 @@ import dataclasses
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, StrEnum
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -149,6 +152,7 @@ def test_a_run_has_one_length(given):
         (dict(training=TrainingConfig(precision="fp16")), "training.precision=fp16 does not go with distributed.strategy=fsdp"),
         (dict(training=TrainingConfig(compile=True)), "training.compile=True does not go with distributed.strategy=fsdp"),
         (dict(optimization=OptimizationConfig(optimizer="muon")), "optimization.optimizer=muon does not go with"),
+        (dict(logging=LoggingConfig(sample_interval=5)), "logging.sample_interval=5 does not go with distributed.strategy=fsdp"),
         (
             dict(distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")),
             "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu: take gloo",
@@ -193,11 +197,78 @@ def test_whatever_can_be_made_can_be_saved():
         run_dir=Path("runs/x"),
         data=DataConfig(files=(Path("a.txt"), "b.txt"), val_fraction=np.float32(0.5), vocab_size=np.int64(300), clean="nfc"),
         optimization=OptimizationConfig(weight_decay=0, learning_rate=np.float64(1e-7)),
-        model=ModelConfig(hidden_size=np.int32(64), rope_scaling=RopeScaling(rope_type="linear", factor=2)),
+        model=ModelConfig(hidden_size=np.int32(64), rope_scaling=RopeScaling(rope_type="linear", factor=np.float64(2))),
     )
     save_config(config, "config.yaml")
     assert read_config("config.yaml") == config
     assert config.data.files == ["a.txt", "b.txt"] and config.data.clean == ["nfc"]
+
+
+@pytest.mark.parametrize("enum", [StrEnum("Schedule", {"LINEAR": "linear"}), Enum("Schedule", {"LINEAR": "linear"}, type=str)])
+def test_texts_of_other_kinds_become_plain(enum):
+    config = Config(
+        run_dir=np.str_("runs/x"),
+        data=DataConfig(corpus=np.str_("a"), files=list(np.array(["a.txt"]))),
+        optimization=OptimizationConfig(schedule=enum.LINEAR),
+    )
+    data, optimization = config.data, config.optimization
+    texts = [config.run_dir, data.corpus, *data.files, optimization.schedule]
+    assert texts == ["runs/x", "a", "a.txt", "linear"] and {type(text) for text in texts} == {str}
+    save_config(config, "config.yaml")
+    assert read_config("config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "section, name, value, words",
+    [
+        (TrainingConfig, "batch_size", 10**400, "training.batch_size: int too large"),
+        (TrainingConfig, "max_steps", 10**5000, "training.max_steps: int too large"),  # Python would not even print it
+        (OptimizationConfig, "learning_rate", Fraction(10**400), "optimization.learning_rate: integer division result too large"),
+        (OptimizationConfig, "schedule", np.array(["a", "b"]), "optimization.schedule=array"),
+        (Config, "run_dir", "\udc80x", "run_dir: 'utf-8' codec can't encode"),
+        (DataConfig, "files", [Path("\udc80x")], "data.files: 'utf-8' codec can't encode"),
+    ],
+    ids=["large", "huge", "fraction", "array", "half a character", "half a character in a path"],
+)
+def test_what_no_file_can_hold_is_refused_by_its_path(section, name, value, words):
+    with pytest.raises(ValueError) as error:
+        section(**{name: value})
+    assert str(error.value).startswith(words)
+
+
+def test_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("USERPROFILE", "/home/me")
+    config = outcome(["--run-dir=~/runs/x"])
+    assert config == Config(run_dir="~/runs/x") and Path(config.run_dir) == Path("/home/me/runs/x")
+    assert [Config(run_dir=path).run_dir for path in ("a/~", "~no such user/x")] == ["a/~", "~no such user/x"]
+
+
+NOTHING = ["#llm", "# x", "&a", "null ", "!!null x", "null # x", "---", "\ufeff"]
+
+
+@pytest.mark.parametrize("text", NOTHING)
+def test_a_text_that_is_nothing_in_yaml_is_refused_where_null_is_possible(text):
+    for make, key in ((LoggingConfig, "logging.wandb_project"), (CheckpointConfig, "checkpoint.best_metric")):
+        section, name = key.split(".")
+        with pytest.raises(ValueError, match=f"{key}=.* is nothing in YAML"):
+            make(**{name: text})
+    for key in ("logging.wandb_project", "training.max_steps", "model.rope_scaling"):
+        section, name = key.split(".")
+        quoted = yaml.safe_dump({section: {name: text}})
+        for said in (outcome([f"--{key}={text}"]), outcome([], quoted), outcome([], **{f"{section}__{name}".upper(): text})):
+            assert f"{key}={text!r} is nothing in YAML" in str(said)
+    assert outcome([f"--logging.sample_prompt={text}"]).logging.sample_prompt == text
+
+
+def test_null_and_blank_texts_are_taken():
+    for text in ("null", "~"):
+        assert outcome([f"--checkpoint.best_metric={text}"]).checkpoint.best_metric is None
+    assert LoggingConfig(wandb_project="[" * 3000).wandb_project  # too deep for YAML to say
+    for text in ("", " ", "\n", "\u2028"):
+        config = Config(logging=LoggingConfig(wandb_project=text))
+        save_config(config, "config.yaml")
+        assert read_config("config.yaml") == config
 
 
 def test_words_for_annotations():
@@ -256,6 +327,18 @@ def test_a_saved_run_ignores_the_environment(monkeypatch):
     assert read_config("config.yaml").model.hidden_size == 64
 
 
+@pytest.mark.parametrize("switch", ["true", "false"])
+def test_the_library_s_own_variable_switches_nothing(monkeypatch, switch):
+    """jsonargparse lets JSONARGPARSE_DEFAULT_ENV overrule `default_env`."""
+    sources._parser.cache_clear()
+    save_config(Config(), "config.yaml")
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", switch)
+    monkeypatch.setenv("LLM_COURSE_MODEL__ROPE_THETA", "100")
+    assert read_config("config.yaml").model.rope_theta == 10_000
+    assert load_config(["--config", "config.yaml"])[0].model.rope_theta == 100
+    sources._parser.cache_clear()
+
+
 def test_print_config_can_be_read_back(capsys):
     words = ["--data.files", "a: b.txt", "--training.max_epochs", "3", "--model.rope_scaling", "{rope_type: linear, factor: 2}"]
     expected = outcome(words)
@@ -306,6 +389,7 @@ REFUSED = [
     ([], "training: {max_steps: 1}\ndata: {}\ntraining: {batch_size: 2}", {}, "run.yaml: line 3: the key 'training' st"),
     ([], "training:\n  seed: 1\n  max_steps: 1\n  seed: 1\n", {}, "line 4: the key 'seed' stands in line 2 already; keep one"),
     ([], "model: {rope_scaling: {factor: 1,\n factor: 2}}", {}, "line 2: the key 'factor' stands in line 1 already"),
+    ([], "training:\n  <<: {seed: 1}\n  <<: {seed: 2}\n", {}, "line 3: the key '<<' stands in line 2 already; keep one"),
     # wrong types
     (["--training.max_steps", "many"], None, {}, "training.max_steps=many must be a whole number or null"),
     (["--training.max_steps", "1e3"], None, {}, "training.max_steps=1e3 must be a whole number or null"),
@@ -346,6 +430,11 @@ REFUSED = [
     ([], "model: {rope_scaling: {rope_type: linear, factor: 0.5}}", {}, "model.rope_scaling.factor=0.5 must be a finite"),
     ([], "optimization: {learning_rate: .nan}", {}, "optimization.learning_rate=nan must be a positive finite number"),
     (["--data.sequence_length", "300"], None, {}, "data.sequence_length=300 does not fit model.max_position_embeddings=256"),
+    # too large, too deep
+    ([], f"training:\n  batch_size: 1{'0' * 400}", {}, "run.yaml: line 2: int too large"),
+    ([f"--optimization.learning_rate=1{'0' * 400}"], None, {}, "command line: optimization.learning_rate: int too large"),
+    ([], "[" * 3000, {}, "run.yaml is nested too deeply"),
+    ([f"--model.rope_scaling={'[' * 3000}"], None, {}, "command line: model.rope_scaling is nested too deeply"),
     # files that are none
     ([], "training:", {}, "run.yaml: training=None must hold keys and values of its own"),
     ([], "- 1", {}, "it must hold keys and values"),
@@ -374,6 +463,13 @@ def test_a_variable_in_small_letters_is_refused():
     if sys.platform != "win32":
         assert outcome(**{"training__max_steps": "3"}).endswith("its name must be in capitals")
     assert outcome(XYLOPHONE="x").endswith("shows all of them") and isinstance(outcome(), Config)
+
+
+@pytest.mark.parametrize("file", ["", " \n", "# training: {max_steps: 5}\n", "---\n", "null", "~", "{}"])
+def test_a_file_that_sets_nothing_is_taken(file):
+    assert outcome([], file) == Config()
+    Path("more.yaml").write_text("training: {max_steps: 5}")
+    assert outcome(["--config=more.yaml"], file).training.max_steps == 5
 
 
 def test_files_in_odd_encodings():
@@ -422,6 +518,19 @@ def test_nested_values_from_every_source():
     assert outcome(["--model.rope_scaling", "null"], file).model.rope_scaling is None
 
 
+def test_a_nested_value_is_replaced_by_a_variable_and_merged_by_the_others():
+    yarn = "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 128}"
+    yarn, linear = f"model: {{rope_scaling: {yarn}}}", "{rope_type: linear, factor: 4}"
+    Path("later.yaml").write_text(f"model: {{rope_scaling: {linear}}}")
+    Path("none.yaml").write_text("model: {rope_scaling: null}")
+    clash = "original_max_position_embeddings=128 means nothing to rope_type='linear'"
+    assert outcome([], yarn, MODEL__ROPE_SCALING=linear).model.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+    assert clash in outcome([f"--model.rope_scaling={linear}"], yarn) and clash in outcome(["--config=later.yaml"], yarn)
+    both = outcome(["--config=none.yaml", "--config=later.yaml"], yarn)
+    assert both.model.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
+    assert outcome(["--model.rope_scaling={factor: 8}"], yarn).model.rope_scaling.rope_type == "yarn"
+
+
 def test_strict_loader_gives_what_pyyaml_gives():
     text = "b: &b {x: 1, y: [0, -0, +5, 0x1F, 1_000, '010', 0.5, 2001-01-01]}\n"
     text += "m: {<<: *b, x: 2}\nn: {<<: [*b, {z: 1}]}\n? null\n: 1"
@@ -448,7 +557,8 @@ def test_nearest_name_finds_every_slip_of_one_letter():
 
 def values_of(kind, name):
     """Values of an annotation; what is refused for its range is left out by the caller."""
-    odd = ["no", "1e3", "-1.5e3", "010", "[a]", "{b", "a: b", "- x", "", " ", "null ", "2024-01-01", "é\n\t\x85\u2028\ufeff"]
+    odd = ["no", "1e3", "-1.5e3", "._5", "-._5e+3", "._"]
+    odd += ["010", "[a]", "{b", "a: b", "- x", "", " ", "null ", "2024-01-01", "é\n\t\x85\u2028\ufeff"]
     text = st.sampled_from(odd) | st.text()
     number = st.floats(min_value=1e-300, max_value=0.999, exclude_max=True)
     table = {
@@ -491,13 +601,27 @@ def configurations(draw):
     )
 
 
+TEXTS = "1e3 -1.5e3 ._5 +._5 -._5e+3 ._ _ _1 -_1 1_ .5 . .. .e1 .inf -.INF .nan inf nan 0x1F 0b1 0o7 1:30 1:30.5 =".split()
+
+
+@pytest.mark.parametrize(
+    "text", [*TEXTS, ".gitignore", "y", "no", "~x", "<<", "2024-01-01", "-", "- x", "#", "a #b", "'", '"', "!", "&a"]
+)
+def test_every_text_comes_back_as_it_was(text):
+    config = Config(
+        run_dir=text, task=text, data=DataConfig(files=[text], corpus=text), logging=LoggingConfig(sample_prompt=text)
+    )
+    save_config(config, "config.yaml")
+    assert read_config("config.yaml") == config
+
+
 @given(parts=configurations())
 @settings(FAST, max_examples=20)
 def test_round_trip(parts):
     try:
         config = Config(**{name: SECTIONS[name](**value) if name in SECTIONS else value for name, value in parts.items()})
     except ValueError as error:
-        assert "nccl" in str(error) or "writes nothing" in str(error)
+        assert "nccl" in str(error) or "is nothing in YAML" in str(error)
         return
     save_config(config, "config.yaml")
     assert read_config("config.yaml") == config
@@ -521,11 +645,51 @@ def test_any_file_gives_a_configuration_or_a_refusal(tree, key):
 def test_a_failed_save_leaves_the_old_file(monkeypatch):
     save_config(Config(run_dir="old"), "config.yaml")
 
-    def full(path, text, **_):
-        path.write_bytes(text[:20].encode())
+    def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "fsync", full)  # the text is written by then
+    with pytest.raises(OSError, match="No space left on device: 'config.yaml'"):
         save_config(Config(run_dir="new"), "config.yaml")
-    assert read_config("config.yaml").run_dir == "old"
+    assert read_config("config.yaml").run_dir == "old" and os.listdir() == ["config.yaml"]
+
+
+def test_a_save_forces_the_file_to_the_disk_before_it_has_its_name(monkeypatch):
+    forced = []
+    monkeypatch.setattr(os, "fsync", lambda _: forced.append([path.stat().st_size for path in Path().iterdir()]))
+    save_config(Config(), "config.yaml")
+    assert forced == [[Path("config.yaml").stat().st_size]] and os.listdir() == ["config.yaml"]
+
+
+def test_a_save_touches_no_other_file():
+    for name in ("config.tmp", ".tmp", "config.yaml.tmp"):
+        Path(name).write_text("mine")
+    save_config(Config(), "config.yaml")
+    assert {Path(name).read_text() for name in ("config.tmp", ".tmp", "config.yaml.tmp")} == {"mine"}
+    Path("folder.yaml").mkdir()
+    for path in ("folder.yaml", "no/such.yaml"):
+        with pytest.raises(OSError) as error:
+            save_config(Config(), path)
+        assert error.value.filename == path
+    assert len(os.listdir()) == 5
+
+
+def test_a_save_refuses_what_could_not_be_read_again():
+    config = Config()
+    config.training.max_epochs = 3
+    with pytest.raises(ValueError, match="training.max_steps=1000 and training.max_epochs=3: a run has one length"):
+        save_config(config, "config.yaml")
+    assert os.listdir() == []
+
+
+def test_threads_read_their_own_files():
+    for i in range(4):
+        save_config(Config(run_dir=f"runs/{i}"), f"{i}.yaml")
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda k: read_config(f"{k % 4}.yaml").run_dir, range(48)))
+    assert read == [f"runs/{k % 4}" for k in range(48)]
+
+
+def test_a_path_may_begin_with_a_dash():
+    save_config(Config(run_dir="-run"), "-run.yaml")
+    assert read_config("-run.yaml").run_dir == "-run"

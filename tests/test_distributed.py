@@ -184,6 +184,17 @@ def test_the_error_of_a_rank_is_raised_here():
         launch(worker.refuses_in_rank_1, 2)
 
 
+def test_ctrl_c_in_every_process_ends_the_launch():
+    with pytest.raises(KeyboardInterrupt):  # it waited for a result for ever
+        launch(worker.is_interrupted, 2)
+
+
+def test_processes_share_the_cores_and_lists_of_blocks_may_be_nested(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads, same = launch(worker.threads_and_nested_blocks, 2)
+    assert threads == max(1, os.cpu_count() // 2) and same
+
+
 WORDS = (
     "--task distributed_worker:CopyTask --run-dir run --model.hidden_size 16 --model.num_layers 1 --model.num_heads 2 "
     "--model.num_kv_heads 1 --training.batch_size 4 --training.eval_interval 5 --training.device cpu --training.precision fp32 "

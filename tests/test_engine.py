@@ -773,6 +773,44 @@ def test_stop_ends_after_the_step():
     assert (engine.state.step, engine.stop_reason, engine.done) == (4, "the test asked for it", True)
 
 
+def test_a_run_that_was_broken_off_inside_a_step_is_not_run_again():
+    class Interrupted(Line):
+        def train_step(self, model, batch):
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            self.calls += 1
+            return super().train_step(model, batch)
+
+    Interrupted.calls = 0
+    engine = make(Interrupted, max_steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert engine.in_step
+    with pytest.raises(ValueError, match="broken off inside a step: begin with a new engine"):
+        engine.run()
+
+
+def test_a_state_that_was_refused_leaves_the_engine_at_its_beginning():
+    state = make(max_steps=4)
+    state.run()
+    engine = make(max_steps=6)
+    engine.data.batch_size = 3
+    with pytest.raises(ValueError, match="batch_size was 4, is 3"):
+        engine.setup(state.state_dict())
+    engine.run()
+    assert engine.state.step == 6 and len(engine.task.gradients) == 6
+
+
+def test_a_loader_that_is_shorter_than_it_says_is_refused():
+    class Short(Points):
+        def train_dataloader(self, **place):
+            loader = super().train_dataloader(**place)
+            return type("Loader", (), {"__len__": lambda self: len(loader) + 1, "__iter__": lambda self: iter(loader)})()
+
+    with pytest.raises(ValueError, match="the loader of epoch 0 ended after 6 of 7 batches"):
+        make(data=Short(), max_steps=20).run()
+
+
 def test_stop_asked_at_the_start_ends_before_the_first_step():
     class Enough(Callback):
         ended = False

@@ -199,7 +199,7 @@ def test_a_refused_resume_changes_nothing(folder):
     assert llm_course(*words).returncode == 0
     before = contents("run")
     wider = llm_course(*words, "--model.hidden_size", "64", "--training.max_steps", "20")
-    assert wider.returncode == 2 and "another model configuration" in wider.stderr
+    assert wider.returncode == 2 and "model.hidden_size=32 there, 64 now" in wider.stderr
     Path("text.txt").write_text(TEXT + "And then some.", encoding="utf-8")
     other = llm_course(*words, "--training.max_steps", "20")
     assert other.returncode == 2 and "corpus_sha256 was" in other.stderr
@@ -224,7 +224,7 @@ def test_a_run_is_read_back_whatever_the_environment_says(folder, monkeypatch):
     monkeypatch.setenv("LLM_COURSE_MODEL__HIDDEN_SIZE", "64")
     assert llm_course("generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2").returncode == 0
     resumed = llm_course("train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "20")
-    assert resumed.returncode == 2 and "another model configuration" in resumed.stderr
+    assert resumed.returncode == 2 and "model.hidden_size=32 there, 64 now" in resumed.stderr
 
 
 def test_the_sample_survives_a_terminal_without_unicode(folder):

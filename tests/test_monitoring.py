@@ -1,14 +1,18 @@
 """Numbers about a run: measured over training time only, and predictions that hold."""
 
+import inspect
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from llm_course.model.decoder import DecoderModel, ModelConfig
-from llm_course.model.estimate import flops_per_token
+from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
 from llm_course.training import monitoring
 from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
@@ -44,19 +48,21 @@ def clock(monkeypatch):
     return now
 
 
-def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock):
+@pytest.mark.parametrize("first", [0, 1, 3], ids=["from the start", "resumed", "resumed late"])
+def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock, first):
+    """Each row is of its own steps: of the one that is left where a run resumes between two rows, and never of earlier ones."""
     config = ModelConfig(vocab_size=64, **SMALL)
     model = DecoderModel(config)
     engine = SimpleNamespace(
-        state=SimpleNamespace(step=0, targets=0),
-        data_seconds=0.0,
+        state=SimpleNamespace(step=first, targets=100 * first),
+        data_seconds=7.0,
         device=torch.device("cpu"),
         model=model,
         config=Config(data=DataConfig(sequence_length=16)),
     )
-    monitor = PerformanceMonitor(log_interval=2, peak_flops=1e9)
+    monitor, rows = PerformanceMonitor(log_interval=2, peak_flops=1e9), []
     monitor.on_train_start(engine)
-    for step in (1, 2):
+    for step in range(first + 1, 7):
         clock.seconds += 0.5
         engine.data_seconds += 0.1
         engine.state.step, engine.state.targets = step, step * 100
@@ -66,10 +72,13 @@ def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock):
             clock.seconds += 10
             monitor.on_validation_end(engine, {})
         monitor.on_step_end(engine, metrics)
-    assert metrics["tokens_per_second"] == pytest.approx(200 / 1.0)
-    assert metrics["step_seconds"] == pytest.approx(0.5) and metrics["data_seconds"] == pytest.approx(0.1)
-    assert metrics["mfu"] == pytest.approx(200 * flops_per_token(config, 16).training / 1e9)
-    assert metrics["peak_memory_gb"] > 0.05
+        rows += [metrics] if metrics else []
+    assert len(rows) == (3 - first // 2)
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(100 / 0.5)
+        assert row["step_seconds"] == pytest.approx(0.5) and row["data_seconds"] == pytest.approx(0.1)
+        assert row["mfu"] == pytest.approx(200 * flops_per_token(config, 16).training / 1e9)
+        assert row["peak_memory_gb"] > 0.05
 
 
 def test_the_ceiling_and_the_memory_are_of_this_machine():
@@ -77,6 +86,26 @@ def test_the_ceiling_and_the_memory_are_of_this_machine():
     before = peak_memory_bytes(torch.device("cpu"))
     held = torch.ones(60_000_000)  # 240 MB
     assert peak_memory_bytes(torch.device("cpu")) >= before and held.numel()
+
+
+STATUS = Path("/proc/self/status")
+
+
+@pytest.mark.skipif(not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="this kernel does not say the peak")
+def test_the_memory_is_that_of_this_process_and_not_of_the_one_that_started_it():
+    held = bytearray(300_000_000)
+    names = "from __future__ import annotations\nimport re, sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+    call = "print(peak_memory_bytes(SimpleNamespace(type='cpu')))"
+    program = names + inspect.getsource(peak_memory_bytes) + call  # without torch, the process is small
+    child = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert 10**6 < int(child.stdout) < 10**8 < len(held) < peak_memory_bytes(torch.device("cpu"))
+
+
+def test_where_the_kernel_does_not_say_the_peak_the_system_is_asked(monkeypatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(monitoring.Path, "read_text", lambda path: "Name: python\n")
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert peak_memory_bytes(torch.device("cpu")) == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @pytest.mark.parametrize("first", [0.01, 0.3], ids=["warm", "cold"])
@@ -89,6 +118,68 @@ def test_the_first_product_is_not_the_ceiling(clock, monkeypatch, first):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", slow_product)
     assert matmul_flops(torch.device("cpu"), torch.float32, size=8) == pytest.approx(2 * 8**3 / 0.01)
+
+
+def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
+    """Products of 1, 3 and 2 s on a device that runs ahead: to launch takes nothing, to read waits."""
+    seconds, product, item = iter([1.0, 1.0, 3.0, 2.0]), torch.Tensor.__matmul__, torch.Tensor.item
+    pending = []
+
+    def launch(a, b):
+        pending.append(next(seconds))
+        return product(a, b)
+
+    def read(tensor):
+        clock.seconds += sum(pending)
+        pending.clear()
+        return item(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", launch)
+    monkeypatch.setattr(torch.Tensor, "item", read)
+    assert matmul_flops(torch.device("cpu"), torch.float32, size=8, seconds=6) == pytest.approx(2 * 8**3)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_memory_and_the_flops_are_those_of_the_configuration(monkeypatch, precision, checkpointing):
+    monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
+    monkeypatch.setattr(monitoring, "measure_step", lambda config: (0.02, 0))
+    training = dict(batch_size=4, gradient_accumulation_steps=2, activation_checkpointing=checkpointing, precision=precision)
+    config = Config(
+        model=ModelConfig(**SMALL),
+        data=DataConfig(vocab_size=300, sequence_length=32),
+        training=TrainingConfig(max_steps=20, eval_interval=5, device="cpu", **training),
+    )
+    cost, model = estimate_run(config), ModelConfig(vocab_size=300, **SMALL)
+    options = dict(activation_checkpointing=checkpointing, mixed_precision=precision == "bf16")
+    assert cost.memory == training_memory(model, 4, 32, **options)
+    assert cost.memory != training_memory(model, 8, 32, **options)
+    assert cost.flops == flops_per_token(model, 32).training
+
+
+@pytest.mark.parametrize(
+    "size, seconds, words",
+    [
+        (92_000, 0.0061, ("92.00 kB", "6.1 ms", "24.4 ms")),
+        (900_000_000, 0.5, ("900.00 MB", "500.0 ms", "2 s")),
+        (1_270_000_000, 2.5, ("1.27 GB", "2.5 s", "10 s")),
+    ],
+)
+def test_estimate_prints_small_numbers_in_small_units(capsys, monkeypatch, size, seconds, words):
+    cost = monitoring.RunEstimate(
+        parameters=monitoring.ParameterCount(1, 1, 1, 1, 1, 1, 1),
+        flops=6.0,
+        memory=monitoring.TrainingMemory(size, size, 0, 0, 0),
+        process_bytes=size,
+        step_seconds=seconds,
+        steps=3,
+        validation_steps=1.0,
+    )
+    monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
+    assert estimate_command([]) == 0
+    lines = dict((line[:16].rstrip(), line[16:36].strip()) for line in capsys.readouterr().out.splitlines())
+    found = [value for name, value in lines.items() if name == "process" or name.startswith(("step on", "the whole run"))]
+    assert tuple(found) == words, lines
 
 
 def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):

@@ -8,15 +8,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
+from llm_course.training import train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
+from llm_course.training.distributed import DistributedManager
+from llm_course.training.engine import TrainingEngine
 from llm_course.training.train import find_task, train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +60,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_task_of_ones_own_trains_and_is_evaluated(folder, capsys):
-    length = ["--training.max_steps", "20", "--training.eval_interval", "10"]
+    length = ["--training.max_steps", "20", "--training.eval_interval", "10", "--training.precision", "fp32"]
     assert cli(["train", "--task", "my_tasks:Mine", "--run-dir", "run", *length, *QUIET]) == 0
     last = read_metrics("run/metrics.jsonl")[-1]
     assert last["step"] == 20 and "val_loss" in last
@@ -99,7 +103,10 @@ def test_torchrun_is_the_environment_and_gives_the_same_weights(folder, monkeypa
     contract = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in contract.items():
         monkeypatch.setenv(name, value)
-    assert cli([*words, "--run-dir", "as_torchrun"]) == 0
+    wrapped = patch.object(DistributedManager, "wrap", autospec=True, side_effect=DistributedManager.wrap)
+    with wrapped as wrap:  # with a world of one, a plain run gives these weights, too
+        assert cli([*words, "--run-dir", "as_torchrun"]) == 0
+    assert wrap.called
     plain, as_torchrun = _weights("plain"), _weights("as_torchrun")
     assert plain.keys() == as_torchrun.keys() and all(torch.equal(plain[name], as_torchrun[name]) for name in plain)
 
@@ -116,7 +123,7 @@ def test_what_a_folder_holds_decides(folder):
     with pytest.raises(ValueError, match=r"holds a finished run \(step 4 of 4\)"):
         train_worker(settings())
     before = {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
-    with pytest.raises(ValueError, match="another task configuration: regression there, my_tasks:Mine now"):
+    with pytest.raises(ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"):
         train_worker(settings(steps=8, task="my_tasks:Mine"))
     assert before == {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
     assert train_worker(settings(steps=8)).step == 8  # longer is allowed
@@ -181,6 +188,74 @@ def test_patience_ends_a_run(tmp_path):
     config.logging.tensorboard = config.logging.progress = False
     result = train_worker(config)
     assert result.step < 5000 and result.stop_reason == "no better val_loss in 2 validations"
+    again = train_worker(config)  # it is remembered: no step more
+    assert (again.step, again.stop_reason, again.metrics) == (result.step, result.stop_reason, result.metrics)
+    config.training.patience = 4
+    assert train_worker(config).step > result.step  # and who has more patience goes on
+
+
+def _files(run_dir):
+    return sorted(path.name for path in Path(run_dir).iterdir())
+
+
+class TestWhatCannotWrite:
+    """A run without text, a run whose text is gone, and a best checkpoint that nobody has measured."""
+
+    SHORT = ["--training.max_steps", "4", "--training.precision", "fp32", *QUIET]
+
+    @pytest.mark.parametrize("task", ["regression", "my_tasks:Mine", "my_tasks:Spelling"])
+    def test_samples_of_it_are_refused_before_the_first_step(self, folder, task, capsys):
+        with Path("my_tasks.py").open("a") as file:  # the last one has a tokenizer, and its model is no decoder
+            file.write(
+                "from llm_course.text.tokenization import BPETokenizer\n"
+                "class Spelling(Mine):\n"
+                "    def build_model(self, data):\n"
+                "        BPETokenizer.train(['a b'], vocab_size=259).save(self.config.run_dir)\n"
+                "        return super().build_model(data)\n"
+            )
+        words = ["train", "--task", task, "--run-dir", "run", *self.SHORT]
+        assert cli([*words, "--logging.sample_interval", "2"]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith(f"error: logging.sample_interval=2 needs a run that writes text, and task='{task}' has ")
+        assert {*_files("run")} - {"tokenizer.json"} == {".lock", "log.txt"}
+        assert cli(words) == 0  # as the message says
+        assert read_metrics("run/metrics.jsonl")[-1]["step"] == 4
+
+    def test_it_is_not_asked_for_a_text(self, folder, capsys):
+        assert cli(["train", "--task", "regression", "--run-dir", "a run", *self.SHORT]) == 0
+        capsys.readouterr()
+        assert cli(["generate", "--run", "a run", "--prompt", "x"]) == 2
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("error: a run holds a run of task='regression' and no tokenizer.json, so it writes no text")
+        assert error.endswith("llm-course evaluate --run 'a run'")
+        assert cli(["evaluate", "--run", "a run"]) == 0
+
+    @pytest.mark.parametrize("command", [["evaluate"], ["generate", "--prompt", "x"]])
+    def test_a_best_one_that_was_not_measured(self, folder, command, capsys):
+        best = ["--checkpoint.best_metric", "null"]
+        assert cli(["train", "--task", "regression", "--run-dir", "run", *self.SHORT, *best]) == 0
+        capsys.readouterr()
+        assert cli([*command, "--run", "run", "--checkpoint", "best"]) == 2
+        error = capsys.readouterr().err
+        assert "run holds no best checkpoint: no whole one was measured by checkpoint.best_metric=None" in error
+        assert error.strip().endswith("Take --checkpoint latest")
+        assert cli(["evaluate", "--run", "run", "--checkpoint", "latest"]) == 0
+        assert cli([*command, "--run", "nowhere", "--checkpoint", "best"]) == 2
+        assert "nowhere holds no best checkpoint: train one with llm-course train --run-dir nowhere" in capsys.readouterr().err
+
+
+def test_the_settings_are_written_last_before_the_first_step(folder, monkeypatch):
+    texts = []
+
+    def save(config, path, save=train.save_config):
+        texts.append(Path("run/log.txt").read_text())
+        save(config, path)
+
+    monkeypatch.setattr(train, "save_config", save)
+    monkeypatch.setattr(TrainingEngine, "run", lambda engine: texts.append(Path("run/log.txt").read_text()))
+    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+    train_worker(config)
+    assert texts[0] == texts[1] and "model: 9 parameters" in texts[0]
 
 
 # Case 23
@@ -190,7 +265,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_but_as_no_other_r
     train_worker(config)
     shutil.rmtree("run/checkpoints")
     before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match="another task configuration: regression there, my_tasks:Mine now"):
+    with pytest.raises(ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"):
         train_worker(dataclasses.replace(config, task="my_tasks:Mine"))
     assert before == {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
     assert train_worker(config).step == 2
@@ -209,6 +284,47 @@ def test_a_closed_pipe_is_no_success(tmp_path):
     process.stdout.close()
     assert process.wait(timeout=60) == 141
     assert process.stderr is not None and process.stderr.read() == b""
+
+
+PIPES = """
+import subprocess, sys
+
+def short(words):
+    print("a line")
+    return 0
+
+def large(words):
+    print("x" * 100_000)
+    return 0
+
+def child_died(words):
+    child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, bufsize=0)
+    child.wait()
+    child.stdin.write(b"a batch")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other errors for a closed pipe, and nothing to ask it by")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command, reads, status", [("short", 0, 141), ("short", 1, 0), ("large", 0, 141), ("child_died", 1, 2)])
+def test_only_a_pipe_without_a_reader_ends_in_silence(tmp_path, command, reads, status, unbuffered):
+    (tmp_path / "pipes.py").write_text(PIPES)
+    code = f"import sys; from llm_course.cli import COMMANDS, main; COMMANDS['it'] = '', 'pipes:{command}'"
+    code += "; sys.exit(main(['it']))"
+    reader, writer = os.pipe()
+    if not reads:
+        os.close(reader)  # before the process is there: nobody is faster
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    if reads:
+        os.close(reader)
+    assert process.returncode == status
+    if status == 2:  # a pipe of its own: with its place
+        assert "in child_died" in process.stderr and process.stderr.endswith("error: [Errno 32] Broken pipe\n")
+    else:
+        assert process.stderr == ""
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(capsys):

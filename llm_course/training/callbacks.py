@@ -65,10 +65,9 @@ class MetricsLogger(Callback):
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         self._loss_sum += metrics["loss_sum"]
         self._num_targets += metrics["num_targets"]
-        if engine.state.step % self.log_interval and "val_loss" not in metrics and not engine.done:
+        if engine.state.step % self.log_interval and "val_loss" not in metrics:
             return
-        state = engine.state
-        metrics["loss"] = self._loss_sum / max(self._num_targets, 1)
+        state, metrics["loss"] = engine.state, self._loss_sum / max(self._num_targets, 1)
         row = {"step": state.step, "epoch": state.epoch, "targets": state.targets, "loss": metrics["loss"]}
         row |= {"skipped_steps": state.skipped_steps} | _reported(metrics)
         self._loss_sum, self._num_targets = 0.0, 0
@@ -124,7 +123,7 @@ class LossPlot(Callback):
 class _Patience(Callback):
     """Counts the validations since `metric` last was better than ever, and gives up after `patience` of them.
 
-    `mode` says whether smaller (min) or larger (max) is better. ValueError for a metric that is not measured.
+    `mode` says whether smaller (min) or larger (max) is better; NaN never is. ValueError for a metric that is not measured.
     """
 
     def __init__(self, *, patience: int, metric: str = "val_loss", mode: str = "min", min_delta: float = 0.0):
@@ -137,10 +136,8 @@ class _Patience(Callback):
         if self.metric not in metrics:
             raise ValueError(f"metric={self.metric!r} is not measured; there are {', '.join(metrics)}")
         value = metrics[self.metric] if self.mode == "min" else -metrics[self.metric]
-        if value < self.best - self.min_delta:
-            self.best, self.waited = value, 0
-            return
-        self.waited += 1
+        better = value < self.best - self.min_delta
+        self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)
         if self.waited >= self.patience:
             self._give_up(engine)
 
@@ -155,7 +152,11 @@ class _Patience(Callback):
 
 
 class EarlyStopping(_Patience):
-    """Stop when `metric` has not improved by more than `min_delta` in `patience` validations. NaN never counts as better."""
+    """Stop where `metric` has not improved by more than `min_delta` in `patience` validations, and when such a run is resumed."""
+
+    def on_train_start(self, engine: TrainingEngine) -> None:
+        if self.waited >= self.patience:
+            self._give_up(engine)
 
     def _give_up(self, engine: TrainingEngine) -> None:
         engine.stop(f"no better {self.metric} in {self.patience} validations")
@@ -281,11 +282,10 @@ class WandbLogger(Callback):
 
 # %% ../../nbs/16_callbacks.ipynb #dad99c9b
 class ProgressBar(Callback):
-    """Show step, loss, tokens per second and the time left, in a terminal or a notebook; place it last."""
+    """Show step, loss, tokens per second and the time left, in a terminal or a notebook; place it after `MetricsLogger`."""
 
     def on_train_start(self, engine: TrainingEngine) -> None:
-        settings = dict(unit="step", desc="training", dynamic_ncols=True, mininterval=0.5)
-        self._bar = tqdm(total=engine.max_steps, initial=engine.state.step, **settings)
+        self._bar = tqdm(total=engine.max_steps, initial=engine.state.step, unit="step", desc="training", dynamic_ncols=True)
         self._shown: dict[str, str] = {}
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ class ProgressBar(Callback):
 class SampleWriter(Callback):
     """Let the model continue a prompt every `interval` steps, into `samples.txt` and, as `sample`, into the metrics.
 
-    `sample(model)` returns the text; it gets the model in evaluation mode and leaves no trace in the run. Place it first.
+    `sample(model)` returns the text; it gets the model in evaluation mode and leaves no trace. Place it before `MetricsLogger`.
     """
 
     def __init__(self, folder: str | Path, *, interval: int, sample: Callable[[torch.nn.Module], str]):
@@ -323,6 +323,7 @@ class SampleWriter(Callback):
         finally:
             model.train(was_training)
             set_rng_state(random_state)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"--- step {engine.state.step}\n{metrics['sample']}\n")
 
@@ -356,8 +357,7 @@ class LearningRateCurve(NamedTuple):
         points = self.rates, self.losses, dict(label="loss of a step", marker=".", ls="", color="tab:blue", alpha=0.4)
         line = self.rates, self.smoothed, dict(label="smoothed", color="tab:blue")
         mark = [rate, rate], [least, first], dict(label=f"suggested: {rate:.2g}", color="tab:orange")
-        ylim = min(0, least), 2 * first  # the explosion is cut off
-        title = f"The smoothed loss is lowest at {10 * rate:.2g}"
+        title, ylim = f"The smoothed loss is lowest at {10 * rate:.2g}", (min(0, least), 2 * first)  # without the explosion
         _draw(image, points, line, mark, xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss", title=title)
 
 # %% ../../nbs/16_callbacks.ipynb #28ce7f5b

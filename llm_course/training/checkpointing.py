@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
-import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,6 +62,15 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     return (parts if isinstance(tree, dict) else list(parts.values())), tensors
 
 
+def _check_storable(leaf: Any, path: str) -> None:
+    """TypeError where safetensors has no form for it: sparse, quantized, without data, or no tensor at all."""
+    try:
+        save({"tensor": leaf.new_empty(0)})
+    except Exception:
+        kind = f"tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold") from None
+
+# %% ../../nbs/18_checkpointing.ipynb #7ccd2326
 def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """Undo `split_tensors`; tuples come back as lists."""
     if isinstance(tree, dict):
@@ -71,26 +82,14 @@ def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return [join_tensors(value, tensors) for value in tree]
     return tree
 
-
-def _check_storable(tensor: Any, path: str) -> None:
-    """TypeError where safetensors has no form for it: sparse, quantized, without data, or no tensor at all."""
-    try:
-        save({"tensor": tensor.new_empty(0)})
-    except Exception:
-        is_tensor = isinstance(tensor, Tensor)
-        kind = f"tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}" if is_tensor else type(tensor).__name__
-        raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold") from None
-
 # %% ../../nbs/18_checkpointing.ipynb #b669ee93
 def _without_shared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What to store, and the further names of tensors that are there already (tied weights).
-
-    Views that overlap otherwise are copied: safetensors refuses memory that two names share.
-    """
+    """What to store, and the further names of what is there already (tied weights). Views that overlap otherwise are copied."""
     names: dict[tuple, str] = {}
     storages: set[int] = set()
     stored, aliases = {}, {}
     for name, tensor in tensors.items():
+        tensor = tensor.resolve_conj().resolve_neg()  # a conjugate is a flag on the memory of the original
         view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         first = names.setdefault(view, name)
         if first != name and tensor.numel():
@@ -100,23 +99,6 @@ def _without_shared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
         stored[name] = tensor.contiguous().clone() if storage in storages else tensor.contiguous()
         storages.add(storage)
     return stored, aliases
-
-# %% ../../nbs/18_checkpointing.ipynb #a0ca7ab8
-def _sync(path: Path) -> None:
-    """Force a file or folder to the disk (folders cannot be opened on Windows)."""
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_space(folder: Path) -> str:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return f"There are {shutil.disk_usage(folder).free / 1e6:,.1f} MB free in {folder}"
 
 # %% ../../nbs/18_checkpointing.ipynb #f504d653
 _FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
@@ -152,21 +134,32 @@ def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-
+# %% ../../nbs/18_checkpointing.ipynb #918775fb
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The state in a checkpoint folder, after `verify`. ValueError where it holds none, whatever the manifest says."""
     path = Path(path)
     verify(path)
     try:
         tree = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        model, others = (load_file(path / f"{name}.safetensors") for name in ("model", "optimizer"))
         model, others = (
-            tensors | {name: tensors[first] for name, first in tree.get(f"{part}_aliases", {}).items()}
-            for part, tensors in (("model", model), ("optimizer", others))
+            (tensors := load_file(path / f"{part}.safetensors"))
+            | {name: tensors[first] for name, first in tree.get(f"{part}_aliases", {}).items()}
+            for part in ("model", "optimizer")
         )
         return join_tensors(tree, others) | {"model": model}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path} fits its manifest but holds no state of a run ({error!r})") from None
+
+# %% ../../nbs/18_checkpointing.ipynb #a0ca7ab8
+def _sync(path: Path) -> None:
+    """Force a file or folder to the disk (folders cannot be opened on Windows)."""
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 # %% ../../nbs/18_checkpointing.ipynb #44fa5186
 def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
@@ -180,20 +173,24 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     save_file(model, folder / "model.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
+    for name in ("model", "optimizer"):  # safetensors writes for the owner alone: who may read state.json may read these
+        with suppress(OSError):  # there are disks without permissions
+            shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
     files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
-    manifest = {"step": step, "metrics": state.get("metrics", {}), "files": files}
+    measured = state.get("state", {}).get("validated_step", step) == step  # else the metrics are of earlier weights
+    manifest = {"step": step, "metrics": state.get("metrics", {}) if measured else {}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for path in [*folder.iterdir(), folder]:
+    for path in [*folder.iterdir(), folder]:  # 2: bytes and names reach the disk
         _sync(path)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Give a folder its name at once; one that has this name already stays beside it, under another, until then."""
     if final.exists():
-        former = Path(tempfile.mkdtemp(prefix=".former_", dir=final.parent)) / final.name
-        final.rename(former)
-    temporary.rename(final)
-    _sync(final.parent)
+        (holder := final.parent / f".former_{secrets.token_hex(8)}").mkdir()  # 3: not over the former one
+        final.rename(holder / final.name)
+    temporary.rename(final)  # 1: whole or not at all
+    _sync(final.parent)  # 2
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -216,23 +213,40 @@ def _remove(path: Path) -> None:
 def _remove_leftovers(folder: Path) -> None:
     """Undo what a killed process left of a save: a former checkpoint without a successor gets its name back."""
     for former in folder.glob(".former_*/step_*"):
-        if not (folder / former.name).exists():
-            former.rename(folder / former.name)
+        _remove(former) if (folder / former.name).exists() else former.rename(folder / former.name)
     for path in folder.glob(".saving_*"):  # whatever is in it: safetensors writes under names of its own first
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".former_*/step_*"):
-        _remove(path)
     for holder in folder.glob(".former_*"):
         with suppress(OSError):
             holder.rmdir()
 
+# %% ../../nbs/18_checkpointing.ipynb #85d8337d
+def _by_score(paths: list[Path], metric: str | None, mode: str) -> list[Path]:
+    """Those of `paths` (oldest first) whose manifest has a number for `metric`: the best first, of equals the newest."""
+    scores = {}
+    for place, path in enumerate(paths):
+        with suppress(ValueError):
+            value = _manifest(path)["metrics"].get(metric)
+            if isinstance(value, (int, float)) and not math.isnan(value):
+                scores[path] = (value if mode == "max" else -value, place)
+    return sorted(scores, key=lambda path: scores[path], reverse=True)
+
+
+def _signature(path: Path) -> tuple[Any, ...] | None:
+    """What a write to a checkpoint's files changes; None where one is so young that a second write could show the same time."""
+    with suppress(OSError):
+        stats = [(path / name).stat() for name in sorted(_FILES)]
+        if time.time_ns() - max(stat.st_mtime_ns for stat in stats) > 10**8:  # clocks of file systems go in steps
+            manifest = (path / "manifest.json").read_bytes()
+            return manifest, *((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats)
+    return None
+
 # %% ../../nbs/18_checkpointing.ipynb #6ebefa82
 class CheckpointManager:
-    """Writes, finds, checks and tidies the checkpoints in `folder`.
+    """Writes, finds, checks and tidies the checkpoints in `folder`, into which one process at a time may write.
 
-    `step_00000200/` holds `model.safetensors`, `optimizer.safetensors`, `state.json` and, written last, `manifest.json`. Nothing
-    is ever unpickled. A folder without a valid manifest is no checkpoint. Beside the `keep_last` newest the one stays whose
-    `best_metric` is best (`best_mode` min or max; NaN never is). One process at a time may write into a folder.
+    `step_00000200/` is whole where its `manifest.json`, written last, fits its files; nothing is ever unpickled. Beside the
+    `keep_last` newest whole ones the one stays whose `best_metric` is best (`best_mode` min or max; NaN never is).
     """
 
     def __init__(
@@ -248,28 +262,41 @@ class CheckpointManager:
             raise ValueError(f"keep_last={keep_last} must be at least 1 and best_mode={best_mode!r} min or max")
         self.folder, self.keep_last = Path(folder), keep_last
         self.best_metric, self.best_mode, self.logger = best_metric, best_mode, logger or Logger()
+        self._checked: dict[Path, tuple[Any, bool]] = {}  # signatures of what was written or read, and whether it is whole
 
     def save(self, state: dict[str, Any], *, step: int) -> Path:
         """Write `state` as the checkpoint of `step`, then remove those that need not stay. Returns the folder.
 
-        `state["metrics"]`, where it is there, decides which is best. TypeError where something cannot be stored safely; OSError,
-        with path and free space, where the disk refuses: what was there before is then still there.
+        `state["metrics"]` decides which is best. TypeError where something cannot be stored; OSError, with path and free space,
+        where the disk refuses: what was there stays. ValueError as `check_metrics`, after the writing and before any removal.
         """
-        final, temporary = self.folder / f"step_{step:08d}", None
+        if step < 0 or not isinstance(state.get("model"), dict):
+            raise ValueError(f"{step=} must be 0 or more, and the state a dict whose 'model' is a dict of tensors by their names")
+        final, temporary = self.folder / f"step_{step:08d}", self.folder / f".saving_{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.folder)
-            temporary = Path(tempfile.mkdtemp(prefix=".saving_", dir=self.folder))
+            temporary.mkdir()  # not by mkdtemp, whose folders are for their owner alone
             _write(state, temporary, step=step)
             _put_in_place(temporary, final)
         except BaseException as error:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
-                raise OSError(f"the checkpoint {final} could not be written: {error}. {_free_space(self.folder)}") from error
+                place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+                free = f"There are {shutil.disk_usage(place).free / 1e6:,.1f} MB free in {place}"
+                raise OSError(f"the checkpoint {final} could not be written: {error}. {free}") from error
             raise
+        self.check_metrics(state.get("metrics", {}))
         self._tidy(final)
         return final
+
+    def check_metrics(self, metrics: dict[str, Any]) -> None:
+        """ValueError where there are validation results and `best_metric` is none of them, as after a typing mistake."""
+        if metrics and self.best_metric not in (None, *metrics):
+            raise ValueError(
+                f"best_metric={self.best_metric!r} is no result of the validation, which gives {', '.join(metrics)}: choose one, "
+                f"or none. Nothing in {self.folder} was removed, and the run can go on from its newest checkpoint"
+            )
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole; a broken one is named in a warning and passed over."""
@@ -277,13 +304,7 @@ class CheckpointManager:
 
     def best(self) -> Path | None:
         """The whole checkpoint with the best `best_metric`; of equals the newest. None where none has that metric."""
-        scores = {}
-        for place, path in enumerate(_checkpoints(self.folder)):
-            with suppress(ValueError):
-                value = _manifest(path)["metrics"].get(self.best_metric)
-                if isinstance(value, (int, float)) and not math.isnan(value):
-                    scores[path] = (value if self.best_mode == "max" else -value, place)
-        return self._first_whole(sorted(scores, key=lambda path: scores[path], reverse=True))
+        return self._first_whole(_by_score(_checkpoints(self.folder), self.best_metric, self.best_mode))
 
     def _first_whole(self, paths: Iterable[Path]) -> Path | None:
         for path in paths:
@@ -294,31 +315,38 @@ class CheckpointManager:
                 self.logger.warning(f"{error}; looking for another checkpoint")
         return None
 
+    def _is_whole(self, path: Path) -> bool:
+        """`verify`, without reading again what this manager has written or read and nobody has changed since."""
+        signature = _signature(path)
+        if signature is None or signature != self._checked.get(path, (None, False))[0]:
+            self._checked[path] = signature, self._first_whole([path]) is not None
+        return self._checked[path][1]
+
     def _tidy(self, newest: Path) -> None:
-        """Remove what is neither among the newest nor the best. Later than `newest` are broken ones that were passed over; what
-        is whole stays."""
+        """Remove what is older than the `keep_last` newest whole ones and not the best, and what is later and broken."""
         _remove_leftovers(self.folder)
+        self._checked[newest] = _signature(newest), True
         paths = _checkpoints(self.folder)
-        older = [path for path in paths if _step(path) <= _step(newest)]
-        later = [path for path in paths[len(older) :] if self._first_whole([path])]
+        place = paths.index(newest)
+        later = [path for path in paths[place + 1 :] if self._is_whole(path)]
         if later:
             self.logger.warning(f"{later[-1]} is later than {newest.name}, just saved, and stays; remove it if that is wrong")
-        keep = {*older[-self.keep_last :], *later, self.best() if self.best_metric else None}
-        for path in paths:
-            if path not in keep:
+        whole = (index for index in range(place, -1, -1) if self._is_whole(paths[index]))
+        first = next(islice(whole, self.keep_last - 1, None), 0)  # where they are too few to fall back on, nothing older goes
+        best = next(filter(self._is_whole, _by_score(paths, self.best_metric, self.best_mode)), None)
+        for path in [*paths[:first], *paths[place + 1 :]]:
+            if path not in (*later, best):
                 _remove(path)
 
 # %% ../../nbs/18_checkpointing.ipynb #358a94ae
 class Checkpointer(Callback):
     """Save every `save_interval` steps and at the end, also where the run was asked to stop; place it after the loggers.
 
-    A save that the disk refuses is told by a warning and the run goes on; at the end it is an error. Where a run fails between
-    two steps, as by a callback, its state is saved too.
+    A save that the disk refuses is a warning, and at the end an error. Where a run fails between two steps, it is saved too.
     """
 
     def __init__(self, manager: CheckpointManager, *, save_interval: int):
-        self.manager, self.save_interval = manager, save_interval
-        self.saved_step = -1
+        self.manager, self.save_interval, self.saved_step = manager, save_interval, -1
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         if engine.state.step % self.save_interval == 0:
@@ -341,26 +369,25 @@ class Checkpointer(Callback):
         if engine.runtime.is_main:
             try:
                 self.manager.save(state, step=engine.state.step)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 refused = error
-        if engine.runtime.any(refused is not None):  # the others must know, to try again together
+        if engine.runtime.any(isinstance(refused, OSError)):  # the others must know, to try again together
             raise refused or OSError("the main process could not write the checkpoint")
         self.saved_step = engine.state.step
+        self.manager.check_metrics(state["metrics"])  # all processes say it together; the main one has saved
+        if refused is not None:
+            raise refused
 
 # %% ../../nbs/18_checkpointing.ipynb #5aeb7e02
 class GracefulStop(Callback):
-    """Turn the first Ctrl-C or SIGTERM into `engine.stop`, the second into KeyboardInterrupt; place it last."""
+    """Turn the first Ctrl-C or SIGTERM into `engine.stop`, the second into KeyboardInterrupt; place it last; main thread only."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def on_train_start(self, engine: TrainingEngine) -> None:
-        asked = False
-
         def ask_to_stop(number: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            if asked:
-                raise KeyboardInterrupt
-            asked = True
+            for either in self.SIGNALS:
+                signal.signal(either, signal.default_int_handler)  # who asks again means it: KeyboardInterrupt
             engine.stop(signal.Signals(number).name)
 
         self._previous = {number: signal.signal(number, ask_to_stop) for number in self.SIGNALS}

@@ -8,11 +8,13 @@ __all__ = ['DataConfig', 'TrainingConfig', 'OptimizationConfig', 'DistributedCon
 
 # %% ../../nbs/12_config.ipynb #ff595c59
 import math
+import os
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
 
 from ..model.decoder import ModelConfig
 from ..text.corpus import CLEANING_STEPS
@@ -23,7 +25,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(kind))
     if get_origin(kind) is Literal:
-        return value in get_args(kind)
+        return isinstance(value, str) and value in get_args(kind)
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
     if kind in (int, float):
@@ -44,24 +46,45 @@ def _in_words(kind: Any) -> str:
 
 # %% ../../nbs/12_config.ipynb #a4c3fded
 def _plain(value: Any) -> Any:
-    """`value` as YAML can hold it: NumPy's number as Python's, a path as text, a tuple as a list; a list is copied."""
-    if isinstance(value, PathLike):
-        return fspath(value)
+    """`value` as YAML can hold it: NumPy's number as Python's, a path as text, a tuple as a list; lists and dicts are copied.
+
+    OverflowError where no float is as large, UnicodeEncodeError for half a character, as in a file name that is no UTF-8.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        return value.encode().decode()  # a plain one, also of NumPy's text and an enum's
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, Real) and not isinstance(value, bool):
-        return int(value) if isinstance(value, Integral) else float(value)
+        number = float(value)
+        return int(value) if isinstance(value, Integral) else number
     return value
+
+
+def _reads_as_nothing(text: str) -> bool:
+    """Whether YAML takes `text` for null: `~`, a comment, an anchor and others. The library keeps blank texts as they are."""
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return False
+    return bool(text.strip()) and (node is None or node.tag == "tag:yaml.org,2002:null")
 
 
 def _settle(section: str, part: Any) -> None:
     """Make the fields of `part` plain; ValueError names the first that is not of its annotated type by its path."""
     for each in fields(part):
-        value, path = _plain(getattr(part, each.name)), f"{section}.{each.name}".lstrip(".")
+        path = f"{section}.{each.name}".lstrip(".")
+        try:
+            value = _plain(getattr(part, each.name))
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(f"{path}: {error}") from None
         if not _fits(value, each.type):
             raise ValueError(f"{path}={value!r} must be {_in_words(each.type)}")
-        if value in ("null", "Null", "NULL", "~") and _fits(None, each.type):
-            raise ValueError(f"{path}={value!r} is how YAML writes nothing: use null (None in Python), or another word")
+        if isinstance(value, str) and _fits(None, each.type) and _reads_as_nothing(value):
+            raise ValueError(f"{path}={value!r} is nothing in YAML: use null (None in Python), or another text")
         setattr(part, each.name, value)
 
 # %% ../../nbs/12_config.ipynb #147fe9f7
@@ -176,7 +199,7 @@ class OptimizationConfig:
 
     Attributes:
         optimizer: adamw, or muon for the matrices inside the model and adamw for the rest.
-        learning_rate: the highest value, reached after the warmup.
+        learning_rate: the highest value, reached after the warmup; a run that ends before stays below.
         schedule: the course after the warmup, down to min_lr_ratio; wsd stays on top for 80% of the steps.
         warmup_steps: optimizer steps of linear rise.
         min_lr_ratio: the last learning rate as a share of the highest.
@@ -288,10 +311,11 @@ class LoggingConfig:
 class Config:
     """Everything that decides a run. `config.yaml` in a run's folder holds all of it and gives the same run again.
 
-    Checked at construction: ValueError names the key by its path and the rule; where two keys clash, also a way out.
+    Checked at construction: ValueError names the key by its path (a `ModelConfig` without `model.`) and the rule; where two keys
+    clash, also a way out.
 
     Attributes:
-        run_dir: the folder that the run writes; it must not hold another run.
+        run_dir: the folder that the run writes, where ~ is your home folder; it must not hold another run.
         task: what to learn: a name, or package.module:Class of your own.
         model: the shape of the model.
         data: what it reads.
@@ -314,6 +338,7 @@ class Config:
 
     def __post_init__(self) -> None:
         _settle("", self)
+        self.run_dir = os.path.expanduser(self.run_dir)
         training, distributed, optimization = self.training, self.distributed, self.optimization
         if training.max_steps is training.max_epochs is training.max_tokens is None:
             self.training = replace(training, max_steps=1000)
@@ -331,6 +356,9 @@ class Config:
              "take ddp, or leave it out"),
             (distributed.backend == "nccl" and training.device == "cpu",
              "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu", "take gloo"),
+            (fsdp and self.logging.sample_interval is not None,
+             f"logging.sample_interval={self.logging.sample_interval} does not go with distributed.strategy=fsdp",
+             "no process has the whole model; take ddp, or null"),
             (rate > 0 and not self.model.use_moe, f"optimization.router_bias_rate={rate} needs model.use_moe=True",
              "without experts there is no router; set it to 0"),
         ):  # fmt: skip

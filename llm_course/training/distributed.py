@@ -40,7 +40,7 @@ def _shard_blocks(model: nn.Module, config: DistributedConfig, *, world_size: in
         ),
         "offload_policy": offload,
     }
-    for group in model.modules():
+    for group in reversed(list(model.modules())):  # the inner ones first
         if isinstance(group, nn.ModuleList):
             for block in group:
                 fully_shard(block, **settings)
@@ -59,8 +59,8 @@ def _fsdp_no_sync(model: FSDPModule) -> Iterator[None]:
 class DistributedManager(Runtime):
     """The processes that train together, by `torch.distributed`: DDP or FSDP2, over gloo or NCCL. A context manager.
 
-    The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the first), as torchrun, Slurm's
-    wrapper and `launch` set it. Source: Li et al. 2020 (DDP); Zhao et al. 2023 (FSDP).
+    The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the first), as torchrun (also
+    under Slurm) and `launch` set it. Source: Li et al. 2020 (DDP); Zhao et al. 2023 (FSDP).
     """
 
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
@@ -172,7 +172,7 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
 
     `function` must be importable, and what it takes and returns picklable; it must return no tensor, whose memory ends with
     its process. SIGINT and SIGTERM are handed on to all. When one process fails the others are ended and its error is raised
-    here.
+    here; a RuntimeError, which may be the echo of another's end, as the text of a new one.
     """
     results = mp.get_context("spawn").SimpleQueue()
     with socket.socket() as free:
@@ -184,13 +184,18 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
         try:
             while not processes.join(timeout=0.2, grace_period=5):
                 said += [results.get()] if not results.empty() else []  # a child waits until its result is read
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as ended:
             while not results.empty():
                 said.append(results.get())
             # what a process refused itself tells more than that its partner then lost the connection, a RuntimeError
-            refusals = [value for value in said if isinstance(value, Exception) and not isinstance(value, RuntimeError)]
-            raise (refusals[0] if refusals else RuntimeError(f"a training process ended: {error}")) from None
-    return said[0] if said else results.get()
+            errors = [value for value in said if isinstance(value, Exception)]
+            refusals = [error for error in errors if not isinstance(error, RuntimeError)]
+            first = f"\nThe first error: {errors[0]}" if errors else ""  # an echo comes later
+            raise (refusals[0] if refusals else RuntimeError(f"a training process ended: {ended}{first}")) from None
+    value = said[0] if said else results.get()
+    if isinstance(value, BaseException):  # Ctrl-C, or an exit, after which a process ends in silence
+        raise value
+    return value
 
 
 def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
@@ -198,9 +203,11 @@ def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, re
         os.setpgrp()  # Ctrl-C reaches the parent alone, which hands it on once
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if "OMP_NUM_THREADS" not in os.environ:  # else each would take all cores, and they would wait for each other
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         result = function(*arguments)
-    except Exception as error:
+    except BaseException as error:
         results.put(error)
         raise
     if rank == 0:

@@ -59,6 +59,7 @@ class TrainState:
     batch: int = 0  # batches of this epoch that are done, on each rank
     targets: int = 0  # targets seen, on all ranks
     skipped_steps: int = 0  # steps without an update: fp16 overflowed, or no target was there
+    validated_step: int = -1  # the step whose weights the newest validation has measured
 
 
 class Callback:
@@ -95,7 +96,7 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
-
+# %% ../../nbs/14_engine.ipynb #6da41eb7
 def _distinct(names: list[str]) -> list[str]:
     """Number the second and further ones of equal names."""
     return [name if names.index(name) == place else f"{name}#{names[:place].count(name) + 1}" for place, name in enumerate(names)]
@@ -116,10 +117,7 @@ def _fault_of(output: Any, *, needs_gradient: bool) -> str | None:
 
 # %% ../../nbs/14_engine.ipynb #0650c832
 class TrainingEngine:
-    """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`.
-
-    The engine owns the loop, backward and the state. Callbacks do the rest, in list order.
-    """
+    """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`; owns the loop, backward and the state."""
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class TrainingEngine:
         self.stop_reason: str | None = None
         self._stop_asked: str | None = None
         self.data_seconds = 0.0  # waited for batches, in all
-        self.in_step = False  # whether the state is that between two steps, and can be saved
+        self.in_step = False  # in a step: the state is half the last one's, half the next one's, and not to be saved
         self._is_set_up = False
 
     def setup(self, state: dict[str, Any] | None = None) -> None:
@@ -170,9 +168,9 @@ class TrainingEngine:
         self._train_model = runtime.wrap(self._eval_model)
         if runtime.rank:
             seed_everything(training.seed + runtime.rank)  # dropout differs between ranks
-        self._is_set_up = True
         if state is not None:
             self.load_state_dict(state)
+        self._is_set_up = True
 
     def _plan(self) -> int:
         rows = getattr(self.data, "train_dataset", None)
@@ -184,6 +182,8 @@ class TrainingEngine:
         """Train until the last step or `stop()`; returns the newest validation metrics."""
         if not self._is_set_up:
             self.setup()
+        if self.in_step:
+            raise ValueError("the last run was broken off inside a step: begin with a new engine, from the last saved state")
         try:
             self._call("on_train_start")
             self._agree_to_stop()
@@ -224,10 +224,10 @@ class TrainingEngine:
         self._call("on_epoch_start")
         for window in _windows(self._batches(loader), training.gradient_accumulation_steps):
             metrics = self._optimizer_step(window)
+            if state.batch == batches_of_epoch:  # before anything can fail: this is the state to go on from
+                state.epoch, state.batch = state.epoch + 1, 0
             if state.step % training.eval_interval == 0 or state.step == self.max_steps:
                 metrics |= self._run_validation_epoch()
-            if state.batch == batches_of_epoch:
-                state.epoch, state.batch = state.epoch + 1, 0
             self._call("on_step_end", metrics)
             self._agree_to_stop()
             if self.done:
@@ -236,6 +236,8 @@ class TrainingEngine:
             if from_the_start and state.targets == targets_before:
                 raise ValueError(f"no row of epoch {state.epoch - 1} has a target: is every label -100?")
             self._call("on_epoch_end")
+        elif not self.done:
+            raise ValueError(f"the loader of epoch {state.epoch} ended after {state.batch} of {batches_of_epoch} batches")
 
     def _optimizer_step(self, window: list[dict[str, Tensor]]) -> dict[str, Any]:
         state, self.in_step = self.state, True
@@ -318,7 +320,8 @@ class TrainingEngine:
         self._train_model.train()
         loss = float(loss_sum) / num_targets
         further = self.task.metrics(loss, self.data)
-        self.metrics = {"val_loss": loss, **{f"val_{name}": value for name, value in further.items()}}
+        self.metrics = {"val_loss": loss, **{f"val_{name}": float(value) for name, value in further.items()}}
+        self.state.validated_step = self.state.step
         self._call("on_validation_end", self.metrics)
         return dict(self.metrics)
 
@@ -365,12 +368,8 @@ class TrainingEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; call it after `setup`. ValueError where the data is not that of the run.
-
-        The optimizer keeps the tensors of `state` as its own.
-        """
-        self.state = TrainState(**state["state"])
-        rng = state["rng"].get(str(self.runtime.rank))
+        """Take back what `state_dict` gave, after `setup`; the optimizer keeps its tensors. ValueError for other data."""
+        place, rng = TrainState(**state["state"]), state["rng"].get(str(self.runtime.rank))
         try:
             now = self.data.fingerprint() | {"world_size": self.runtime.world_size}
             check_same_data(state["data"] | {"world_size": state["world_size"]}, now)
@@ -378,7 +377,8 @@ class TrainingEngine:
             if not self.config.checkpoint.allow_changes:
                 raise
             warnings.warn(f"{error}. checkpoint.allow_changes is set: going on from the next epoch", stacklevel=2)
-            self.state.epoch, self.state.batch, rng = self.state.epoch + 1, 0, None
+            place.epoch, place.batch, rng = place.epoch + 1, 0, None
+        self.state = place
         self.runtime.load_model(self.model, state["model"])
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.runtime.load_optimizer(self.optimizer, state["optimizer"])

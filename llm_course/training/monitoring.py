@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 import time
@@ -53,7 +54,7 @@ class Logger:
         """Say what is going on."""
         if self.rank:
             return
-        sys.stderr.write(f"{message}\n")  # in one piece: print would write the end of the line by itself
+        sys.stderr.write(f"{message}\n")  # in one piece, also under `python -u`, where print writes each argument by itself
         sys.stderr.flush()
         if self.file is not None:
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -91,13 +92,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:  # Linux; what `getrusage` says there begins with the memory of the process that started this one
+        return int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    except (OSError, IndexError):
+        pass
     try:
         import resource
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-
+# %% ../../nbs/17_monitoring.ipynb #7be47d81
 class _Clock(Callback):
     """Notes when each step ends; the validation after the last one does not count."""
 
@@ -260,7 +265,7 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     cost = estimate_run(config)
     count, memory, steps = cost.parameters, cost.memory, cost.steps
     tokens = training.batch_size * training.gradient_accumulation_steps * length
-    parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in memory._asdict().items())
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in memory._asdict().items())
     processes = f" in each of {world_size} processes" if world_size > 1 else ""
     print(f"parameters        {count.total:>16,d}   of which a token uses {count.active:,d}")
     print(f"FLOPs a token     {cost.flops:>16,.0f}   forward and backward")
@@ -268,11 +273,11 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
         f"tokens a step     {tokens * world_size:>16,d}   {training.gradient_accumulation_steps} x {training.batch_size} rows of "
         f"{length}{processes}"
     )
-    print(f"training memory   {memory.total / 1e9:>13.2f} GB   at most, in tensors: {parts}")
+    print(f"training memory   {_size(memory.total):>16}   at most, in tensors: {parts}")
     device, speed = resolve_device(training.device).type, tokens / cost.step_seconds
     of_what = "tensors on the accelerator alone" if device == "cuda" else "with what PyTorch itself takes"
-    print(f"process           {cost.process_bytes / 1e9:>13.2f} GB   measured at its peak, {of_what}")
-    print(f"step on {device:9} {cost.step_seconds:>14.2f} s   measured, {speed:,.0f} tokens a second{processes}")
+    print(f"process           {_size(cost.process_bytes):>16}   measured at its peak, {of_what}")
+    print(f"step on {device:9} {_duration(cost.step_seconds):>16}   measured, {speed:,.0f} tokens a second{processes}")
     share = cost.validation_steps / (steps + cost.validation_steps)
     print(f"the whole run     {_duration(cost.seconds):>16}   {steps:,d} steps, and {share:.0%} of the time for validation")
     return 0
@@ -280,7 +285,16 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
 
 def _duration(seconds: float) -> str:
     minutes, hours = seconds / 60, seconds / 3600
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+    if seconds < 1:
+        return f"{1000 * seconds:.1f} ms"
+    return f"{seconds:.3g} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
 
 # %% ../../nbs/17_monitoring.ipynb #a9644d43
 def _compiler() -> tuple[str, bool]:

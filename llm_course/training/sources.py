@@ -12,15 +12,18 @@ import functools
 import glob
 import os
 import re
+import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import yaml
 from jsonargparse import ArgumentParser
 
-from .config import Config, _in_words
+from .config import Config, _in_words, _plain, _reads_as_nothing
 
 # %% ../../nbs/12_config_sources.ipynb #70340867
 def _nested(kind: Any) -> Any:
@@ -64,9 +67,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            include = key_node.tag == "tag:yaml.org,2002:merge"
+            key, line = "<<" if include else self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if key in seen:
                 raise ValueError(f"line {line}: the key {key!r} stands in line {seen[key]} already; keep one of them")
             seen[key] = line
@@ -74,9 +76,13 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         number = self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+        line, rule = node.start_mark.line + 1, f"write {number} if you mean that, or quotes for a text"
         if ":" in node.value or re.match(r"[-+]?0[0-9_]", node.value):
-            line, rule = node.start_mark.line + 1, f"write {number} if you mean that, or quotes for a text"
             raise ValueError(f"line {line}: {node.value} is {number} in YAML; {rule}")
+        try:
+            float(number)
+        except OverflowError as error:
+            raise ValueError(f"line {line}: {error}") from None
         return number
 
 
@@ -84,8 +90,8 @@ for _tag in ("int", "float"):
     _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _StrictLoader.construct_number)
 
 # %% ../../nbs/12_config_sources.ipynb #0fc14d59
-def _check_file(path: str) -> None:
-    """ValueError where the YAML file is missing, unreadable, or has a key twice or one that is unknown."""
+def _check_file(path: str) -> bool:
+    """Whether the YAML file sets anything; ValueError where it is missing, unreadable, or has a key twice or an unknown one."""
     if not Path(path).is_file():
         raise ValueError(f"--config {path}: there is no such file (from {Path.cwd()})")
     try:
@@ -93,11 +99,14 @@ def _check_file(path: str) -> None:
     except yaml.MarkedYAMLError as error:
         mark, words = error.problem_mark or error.context_mark, filter(None, (error.context, error.problem))
         raise ValueError(f"{path}: line {mark.line + 1 if mark else '?'}: {', '.join(words)}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ValueError(f"{path}: it must hold keys and values such as 'training: {{max_steps: 100}}'")
     _check_keys(tree or {}, "", path)
+    return bool(tree)
 
 
 def _check_keys(tree: dict[Any, Any], prefix: str, place: str) -> None:
@@ -112,13 +121,18 @@ def _check_keys(tree: dict[Any, Any], prefix: str, place: str) -> None:
 
 
 def _check_value(key: str, value: Any, place: str) -> None:
-    """ValueError where a text that stands for a number or for keys and values has what a file may not have."""
+    """ValueError where a text stands for nothing, or for a number or keys and values that a file may not have."""
     kind = _TYPES[key]
+    if isinstance(value, str) and NoneType in get_args(kind) and value not in ("null", "Null", "NULL", "~"):
+        if _reads_as_nothing(value):
+            raise ValueError(f"{place}: {key}={value!r} is nothing in YAML: write null if you mean that, or another text")
     if isinstance(value, str) and str not in (kind, *get_args(kind)):
         try:
             value = _StrictLoader(value).get_single_data()
         except ValueError as error:
             raise ValueError(f"{place}: {key}: {re.sub(r'^line [0-9]+: ', '', str(error))}") from None
+        except RecursionError:
+            raise ValueError(f"{place}: {key} is nested too deeply") from None
         except (yaml.YAMLError, TypeError):
             return  # it fits no number either: the parser says so
     if isinstance(value, dict) and _nested(kind):
@@ -202,15 +216,18 @@ def _parse(argv: list[str], prog: str, use_environment: bool) -> dict[str, Any]:
     if use_environment:
         paths = [*filter(None, [os.environ.get("LLM_COURSE_CONFIG")]), *paths]
         _check_environment()
-    for path in paths:
-        _check_file(path)
+    paths = [path for path in paths if _check_file(path)]  # the library refuses a file of comments only
     for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name not in ("config", "resume", "print_config", "help"):
             _check_word(name, value if equals else following, "command line")
-    parser = _parser(prog, use_environment)
-    parser.default_config_files = [glob.escape(path) for path in paths]
-    return parser.parse_args(argv).as_dict()
+    with _LOCK:  # all threads share the parser, which holds the files
+        parser = _parser(prog, use_environment)
+        parser.default_config_files = [glob.escape(path) for path in paths]
+        return parser.parse_args(argv, env=use_environment).as_dict()  # JSONARGPARSE_DEFAULT_ENV would overrule default_env
+
+
+_LOCK = threading.Lock()
 
 
 @functools.cache  # it takes longer to make than to use
@@ -237,14 +254,24 @@ def _with_underscores(word: str) -> str:
 # %% ../../nbs/12_config_sources.ipynb #619fecbd
 def read_config(path: str | Path) -> Config:
     """The configuration that `save_config` wrote, whatever the environment says."""
-    return load_config(["--config", str(path)], use_environment=False)[0]
+    return load_config([f"--config={path}"], use_environment=False)[0]  # one word: a path may begin with a dash
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write all of `config` as YAML, all or nothing; `read_config(path)` gives an equal one."""
-    temporary = Path(path).with_suffix(".tmp")
-    temporary.write_text(_to_yaml(config), encoding="utf-8")
-    temporary.replace(path)
+    """Write all of `config` as YAML, all or nothing; `read_config(path)` gives an equal one. ValueError where it is not valid."""
+    _build(Config, asdict(config))
+    temporary = Path(path).with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(_to_yaml(config))
+            file.flush()
+            os.fsync(file.fileno())  # the name must not reach the disk before the text
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # the name that was asked for
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -252,11 +279,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+.]?\d", text) else None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if re.match(r"[-+]?\.?[\d_]", text) else None)
 
 
 _Dumper.add_representer(str, _represent_text)
 
 
 def _to_yaml(config: Config) -> str:
-    return yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False)

@@ -236,11 +236,11 @@ def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
 
 
 def _muon_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it itself."""
+    """bfloat16 where we know that the hardware multiplies it itself, as `devices.computes_in_bf16` has it; else float32."""
     if device.type == "cpu":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+        native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
 
 # %% ../../nbs/13_task.ipynb #0f9e8641

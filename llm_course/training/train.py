@@ -91,13 +91,10 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     if not saved_file.is_file():
         return
     saved = read_config(saved_file)
-    for part in ("task", "model"):
-        there, now = getattr(saved, part), getattr(config, part)
-        if there != now:
-            raise ValueError(
-                f"{run_dir} holds a run with another {part} configuration: {there} there, {now} now. "
-                "Use the same one to resume, or another --run-dir"
-            )
+    there, now = ({"task": c.task} | {f"model.{name}": value for name, value in vars(c.model).items()} for c in (saved, config))
+    differences = [f"{name}={there[name]!r} there, {now[name]!r} now" for name in now if there[name] != now[name]]
+    if differences:
+        raise ValueError(f"{run_dir} holds another run: {'; '.join(differences)}. Use the same to resume, or another --run-dir")
 
 # %% ../../nbs/19_training.ipynb #cf18fcc1
 @contextmanager
@@ -171,6 +168,15 @@ def _introduce(engine: TrainingEngine, logger: Logger) -> None:
     logger.info(f"model: {parameters:,} parameters on {engine.device} in {engine.precision}{processes}")
 
 
+def _check_writes(engine: TrainingEngine, run_dir: Path) -> None:
+    config = engine.config
+    if not (isinstance(engine.model, DecoderModel) and (run_dir / BPETokenizer.FILE_NAME).is_file()):
+        raise ValueError(
+            f"logging.sample_interval={config.logging.sample_interval} needs a run that writes text, and task={config.task!r} "
+            f"has no {BPETokenizer.FILE_NAME} in its folder, or no DecoderModel: leave it out, or set it to null"
+        )
+
+
 def _generate_line(config: Config) -> str:
     """The command that lets a run write, as it is typed."""
     return shlex.join(["llm-course", "generate", "--run", config.run_dir, "--prompt", config.logging.sample_prompt])
@@ -197,14 +203,16 @@ def _train(config: Config, runtime: Runtime, *, resume: bool) -> RunResult:
         if engine.done:
             raise ValueError(
                 f"{run_dir} holds a finished run (step {engine.state.step} of {engine.max_steps}), which is not overwritten. "
-                f"Choose another --run-dir, raise --training.max_steps to train further, or remove the folder. To let it write: "
-                f"{_generate_line(config)}"
+                "Choose another --run-dir, raise --training.max_steps to train further, or remove the folder"
+                + (f". To let it write: {_generate_line(config)}" if config.task == "lm" else "")
             )
+        if config.logging.sample_interval is not None:
+            _check_writes(engine, run_dir)
         if runtime.is_main:
-            save_config(config, run_dir / "config.yaml")
             if state is not None:
                 logger.info(f"resuming the unfinished run in {run_dir} at step {engine.state.step} of {engine.max_steps}")
             _introduce(engine, logger)
+            save_config(config, run_dir / "config.yaml")
         engine.run()
         return RunResult(engine.state.step, engine.max_steps, engine.metrics, engine.stop_reason)
 
@@ -260,7 +268,7 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="llm-course resume", description="Go on with an unfinished run.", allow_abbrev=False)
     parser.add_argument("--run", required=True, help="the folder of the run; words of `llm-course train` may follow")
     options, rest = parser.parse_known_args(argv)
-    return main(["--config", str(Path(options.run, "config.yaml")), "--run_dir", options.run, "--resume", *rest])
+    return main([f"--config={Path(options.run, 'config.yaml')}", f"--run_dir={options.run}", "--resume", *rest])
 
 # %% ../../nbs/19_training.ipynb #c445890a
 def _state_of(run_dir: Path, which: str) -> dict[str, Any]:
@@ -269,15 +277,25 @@ def _state_of(run_dir: Path, which: str) -> dict[str, Any]:
     manager = CheckpointManager(run_dir / "checkpoints", best_metric=settings.best_metric, best_mode=settings.best_mode)
     path = manager.best() if which == "best" else manager.latest()
     if path is None:
+        if which == "best" and manager.latest() is not None:
+            raise ValueError(
+                f"{run_dir} holds no best checkpoint: no whole one was measured by "
+                f"checkpoint.best_metric={settings.best_metric!r}. Take --checkpoint latest"
+            )
         raise ValueError(f"{run_dir} holds no {which} checkpoint: train one with llm-course train --run-dir {run_dir}")
     return load_checkpoint(path)
 
 
 def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderModel, BPETokenizer]:
     """The model of a run's `latest` or `best` checkpoint, in evaluation mode on the CPU, and its tokenizer. ValueError where
-    there is none."""
+    there is none, and for a run without text."""
     state = _state_of(Path(run_dir), which)
     config = read_config(Path(run_dir) / "config.yaml")
+    if not Path(run_dir, BPETokenizer.FILE_NAME).is_file():
+        raise ValueError(
+            f"{run_dir} holds a run of task={config.task!r} and no {BPETokenizer.FILE_NAME}, so it writes no text: measure it "
+            "with " + shlex.join(["llm-course", "evaluate", "--run", str(run_dir)])
+        )
     tokenizer = BPETokenizer.load(run_dir)
     model = DecoderModel(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
     model.load_state_dict(state["model"])
