@@ -15,13 +15,14 @@ import torch
 
 from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
+from llm_course.model.decoder import ModelConfig
 from llm_course.training import train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
-from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
+from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
-from llm_course.training.train import find_task, train_worker
+from llm_course.training.train import find_task, load_run, train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = ["--logging.tensorboard", "false", "--logging.progress", "false", "--training.device", "cpu"]
@@ -348,3 +349,56 @@ def test_a_second_run_in_the_folder_is_refused(folder):
     config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
     config.logging.tensorboard = config.logging.progress = False
     assert train_worker(config).step == 2
+
+
+def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
+    """With allow_changes: a new tokenizer would give the numbers that the weights have learned other meanings."""
+    monkeypatch.chdir(tmp_path)
+    Path("old.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
+    Path("new.txt").write_text("\n\n".join(f"{n} ways of saying something else altogether" for n in range(200)), encoding="utf-8")
+    config = Config(
+        run_dir="run",
+        model=ModelConfig(hidden_size=16, num_layers=1, num_heads=2, max_position_embeddings=32),
+        data=DataConfig(files=["old.txt"], vocab_size=270, sequence_length=16),
+        training=TrainingConfig(max_steps=2, batch_size=2, device="cpu", precision="fp32"),
+    )
+    config.logging.tensorboard = config.logging.progress = False
+    train_worker(config)
+    before = Path("run/tokenizer.json").read_bytes()
+    config.data.files, config.training.max_steps, config.checkpoint.allow_changes = ["new.txt"], 4, True
+    with pytest.warns(UserWarning, match="going on from the next epoch"):
+        assert train_worker(config).step == 4
+    assert Path("run/tokenizer.json").read_bytes() == before
+    load_run("run")
+
+
+def test_a_task_with_its_own_model_writes_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
+    Path("turned_tasks.py").write_text(
+        "from llm_course.model.decoder import DecoderModel\nfrom llm_course.training.task import LanguageModelingTask\n"
+        "class Turned(DecoderModel):\n    pass\n"
+        "class Task(LanguageModelingTask):\n    def build_model(self, data):\n"
+        "        model = super().build_model(data)\n        model.__class__ = Turned\n        return model\n",
+        encoding="utf-8",
+    )
+    config = Config(
+        run_dir="run",
+        task="turned_tasks:Task",
+        model=ModelConfig(hidden_size=16, num_layers=1, num_heads=2, max_position_embeddings=32),
+        data=DataConfig(files=["text.txt"], vocab_size=270, sequence_length=16),
+        training=TrainingConfig(max_steps=2, batch_size=2, device="cpu", precision="fp32"),
+    )
+    config.logging.tensorboard = config.logging.progress = False
+    train_worker(config)
+    assert type(load_run("run")[0]).__name__ == "Turned"
+
+
+def test_resume_trains_the_run_that_was_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        config = Config(run_dir=name, task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+        config.logging.tensorboard = config.logging.progress = False
+        train_worker(config)
+    assert cli(["resume", "--run", "a", "--run-dir", "b", "--training.max_steps", "4"]) == 0
+    assert [read_metrics(f"{name}/metrics.jsonl")[-1]["step"] for name in ("a", "b")] == [4, 2]

@@ -322,7 +322,8 @@ class TextDataModule(BaseDataModule):
         expected = expected or {}  # its tokenizer can be compared when there is one
         check_same_data(expected, made_of | self._batching() | {"tokenizer_sha256": expected.get("tokenizer_sha256")})
         train, val = split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
-        if prepared := self._is_prepared(made_of):
+        prepared, sha, file = self._is_prepared(made_of), expected.get("tokenizer_sha256"), self.folder / BPETokenizer.FILE_NAME
+        if prepared or (sha and file.is_file() and BPETokenizer.load(self.folder).sha256 == sha):  # a run keeps its tokens
             tokenizer = BPETokenizer.load(self.folder)
         else:
             tokenizer = BPETokenizer.train(train, vocab_size=self.vocab_size_asked)

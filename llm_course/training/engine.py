@@ -151,8 +151,10 @@ class TrainingEngine:
                 "or set checkpoint.allow_changes=true to go on from the next epoch"
             )
         self.device = runtime.device(training.device)
+        # other text may be allowed, but no other tokens than the weights have learned
+        expected = state and {n: v for n, v in state["data"].items() if n == "tokenizer_sha256" or not allow_changes}
         if runtime.is_main:
-            self.data.prepare_data(expected=None if state is None or allow_changes else state["data"])
+            self.data.prepare_data(expected=expected)
         runtime.barrier()
         self.data.setup()
         self.precision = resolve_precision(training.precision, self.device)

@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ class Logger:
         """Say what is going on."""
         if self.rank:
             return
-        sys.stderr.write(f"{message}\n")  # in one piece, also under `python -u`, where print writes each argument by itself
-        sys.stderr.flush()
+        with suppress(OSError):  # the terminal may be gone; the run goes on
+            sys.stderr.write(f"{message}\n")  # in one piece, also under `python -u`, where print writes each argument by itself
+            sys.stderr.flush()
         if self.file is not None:
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -268,7 +269,7 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="llm-course resume", description="Go on with an unfinished run.", allow_abbrev=False)
     parser.add_argument("--run", required=True, help="the folder of the run; words of `llm-course train` may follow")
     options, rest = parser.parse_known_args(argv)
-    return main([f"--config={Path(options.run, 'config.yaml')}", f"--run_dir={options.run}", "--resume", *rest])
+    return main([f"--config={Path(options.run, 'config.yaml')}", *rest, "--resume", f"--run_dir={options.run}"])
 
 # %% ../../nbs/19_training.ipynb #c445890a
 def _state_of(run_dir: Path, which: str) -> dict[str, Any]:
@@ -297,7 +298,10 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
             "with " + shlex.join(["llm-course", "evaluate", "--run", str(run_dir)])
         )
     tokenizer = BPETokenizer.load(run_dir)
-    model = DecoderModel(dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    data: Any = SimpleNamespace(vocab_size=tokenizer.vocab_size)  # all that a task of text asks of it
+    model = find_task(config.task)(config).build_model(data)
+    if not isinstance(model, DecoderModel):
+        raise ValueError(f"{run_dir}: task={config.task!r} builds a {type(model).__name__}, and only a DecoderModel writes text")
     model.load_state_dict(state["model"])
     return model.eval(), tokenizer
 
