@@ -351,18 +351,25 @@ def test_a_second_run_in_the_folder_is_refused(folder):
     assert train_worker(config).step == 2
 
 
-def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
-    """With allow_changes: a new tokenizer would give the numbers that the weights have learned other meanings."""
-    monkeypatch.chdir(tmp_path)
-    Path("old.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
-    Path("new.txt").write_text("\n\n".join(f"{n} ways of saying something else altogether" for n in range(200)), encoding="utf-8")
+def of_text(task="lm"):
+    """A run of two steps on a text of its own, in the current folder."""
+    Path("text.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
     config = Config(
         run_dir="run",
+        task=task,
         model=ModelConfig(hidden_size=16, num_layers=1, num_heads=2, max_position_embeddings=32),
-        data=DataConfig(files=["old.txt"], vocab_size=270, sequence_length=16),
+        data=DataConfig(files=["text.txt"], vocab_size=270, sequence_length=16),
         training=TrainingConfig(max_steps=2, batch_size=2, device="cpu", precision="fp32"),
     )
     config.logging.tensorboard = config.logging.progress = False
+    return config
+
+
+def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
+    """With allow_changes: a new tokenizer would give the numbers that the weights have learned other meanings."""
+    monkeypatch.chdir(tmp_path)
+    Path("new.txt").write_text("\n\n".join(f"{n} ways of saying something else altogether" for n in range(200)), encoding="utf-8")
+    config = of_text()
     train_worker(config)
     before = Path("run/tokenizer.json").read_bytes()
     config.data.files, config.training.max_steps, config.checkpoint.allow_changes = ["new.txt"], 4, True
@@ -374,7 +381,6 @@ def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
 
 def test_a_task_with_its_own_model_writes_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
     Path("turned_tasks.py").write_text(
         "from llm_course.model.decoder import DecoderModel\nfrom llm_course.training.task import LanguageModelingTask\n"
         "class Turned(DecoderModel):\n    pass\n"
@@ -382,14 +388,7 @@ def test_a_task_with_its_own_model_writes_with_it(tmp_path, monkeypatch):
         "        model = super().build_model(data)\n        model.__class__ = Turned\n        return model\n",
         encoding="utf-8",
     )
-    config = Config(
-        run_dir="run",
-        task="turned_tasks:Task",
-        model=ModelConfig(hidden_size=16, num_layers=1, num_heads=2, max_position_embeddings=32),
-        data=DataConfig(files=["text.txt"], vocab_size=270, sequence_length=16),
-        training=TrainingConfig(max_steps=2, batch_size=2, device="cpu", precision="fp32"),
-    )
-    config.logging.tensorboard = config.logging.progress = False
+    config = of_text(task="turned_tasks:Task")
     train_worker(config)
     assert type(load_run("run")[0]).__name__ == "Turned"
 
