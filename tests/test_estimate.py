@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from llm_course.model.attention import _BF16_CPU
 from llm_course.model.cross_entropy import linear_cross_entropy
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import check_device, count_parameters, flops_per_token, kv_cache_bytes, training_memory
@@ -196,7 +197,8 @@ def held(config, *, mixed, checkpointing, B=4, T=48):
 )  # fmt: skip
 def test_what_is_held_between_forward_and_backward(options, mixed):
     config = ModelConfig(**(SMALL | options))
-    memory, count = training_memory(config, 4, 48, mixed_precision=mixed), count_parameters(config)
+    memory = training_memory(config, 4, 48, mixed_precision=mixed, on_bf16_cpu=_BF16_CPU)
+    count = count_parameters(config)
     width, heads = 2 if mixed else 4, 1 + config.num_mtp_layers
     copies = 2 * (count.attention + count.mlp + count.mtp) if mixed else 0
     estimate = memory.activations + copies + heads * width * (4 * 48 + 101) * 64

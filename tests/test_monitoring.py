@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llm_course.model.attention import _BF16_CPU
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
@@ -143,7 +144,7 @@ def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_memory_and_the_flops_are_those_of_the_configuration(monkeypatch, precision, checkpointing):
     monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
-    monkeypatch.setattr(monitoring, "measure_step", lambda config: (0.02, 0))
+    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: (0.02, 0))
     training = dict(batch_size=4, gradient_accumulation_steps=2, activation_checkpointing=checkpointing, precision=precision)
     config = Config(
         model=ModelConfig(**SMALL),
@@ -151,7 +152,8 @@ def test_the_memory_and_the_flops_are_those_of_the_configuration(monkeypatch, pr
         training=TrainingConfig(max_steps=20, eval_interval=5, device="cpu", **training),
     )
     cost, model = estimate_run(config), ModelConfig(vocab_size=300, **SMALL)
-    options = dict(activation_checkpointing=checkpointing, mixed_precision=precision == "bf16")
+    half = precision == "bf16"
+    options = dict(activation_checkpointing=checkpointing, mixed_precision=half, on_bf16_cpu=half and _BF16_CPU)
     assert cost.memory == training_memory(model, 4, 32, **options)
     assert cost.memory != training_memory(model, 8, 32, **options)
     assert cost.flops == flops_per_token(model, 32).training
@@ -308,7 +310,7 @@ def test_estimate_says_what_a_run_will_cost(capsys, text):
 
 
 def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(monitoring, "measure_step", lambda config: (0.5, 10**9))
+    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: (0.5, 10**9))
     config = Config(
         run_dir=str(tmp_path / "run"),
         model=ModelConfig(**SMALL),

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .embedding import _check_sizes, apply_rotary
+from .linear import Linear
 from .normalization import RMSNorm
 
 # %% ../../nbs/05_attention.ipynb #ce8c8382
@@ -116,6 +117,34 @@ def _check_range(softcap: float | None, dropout: float = 0.0) -> None:
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
+# %% ../../nbs/05_attention.ipynb #89e69bc3
+_BF16_CPU = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # once: a compiled graph cannot ask
+_LONGEST_PRODUCTS = 512  # keys; beyond, the kernel that never stores the weights is faster
+
+def _products_pay(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the formula written out beats the fused kernel: in training, in bf16, on a CPU that multiplies it itself."""
+    half = q.dtype == k.dtype == v.dtype == torch.bfloat16
+    return _BF16_CPU and half and q.device.type == "cpu" and q.requires_grad and k.shape[2] <= _LONGEST_PRODUCTS
+
+def _attention_by_products(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
+    dropout_p: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What `F.scaled_dot_product_attention` computes, in two batched products; it always takes shared heads."""
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    rows = H // K * T  # the query heads that share their keys stand below each other
+    visible = causal_mask(T, S, device=q.device) if is_causal else attn_mask
+    if visible is None:
+        visible = torch.ones(1, 1, dtype=torch.bool, device=q.device)
+    visible = visible[(None,) * (4 - visible.ndim)]
+    lead = (1, H // K) if visible.shape[:2] == (1, 1) else (B, H)
+    bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf).expand(*lead, T, S).reshape(-1, rows, S)
+    q, k, v = q.reshape(B * K, rows, D), k.reshape(B * K, S, D), v.reshape(B * K, S, D)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(D) if scale is None else scale)  # rounded once, at the end
+        weights = scores.softmax(dim=-1)  # (B * K, rows, S), inside in float32
+        return ((F.dropout(weights, dropout_p) if dropout_p else weights) @ v).view(B, H, T, D)
+
 # %% ../../nbs/05_attention.ipynb #db06f85e
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False,
@@ -137,7 +166,8 @@ def scaled_dot_product_attention(
     if softcap is not None:
         weights = attention_weights(q, k, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap)
         return F.dropout(weights, dropout).to(v.dtype) @ v.repeat_interleave(H // K, dim=1)
-    attend = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
+    sdpa = _attention_by_products if _products_pay(q, k, v) else F.scaled_dot_product_attention
+    attend = partial(sdpa, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
     if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
         return attend(is_causal=True)  # a literal: torch.compile with a changing T cannot pass on `T == S` itself
     mask = _visible(T, S, mask, is_causal, q.device)
@@ -206,11 +236,11 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.scale, self.softcap, self.sliding_window = scale, softcap, sliding_window
         self.dropout, self.layer_index = dropout, layer_index
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=attention_bias)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
+        self.q_proj = Linear(hidden_size, num_heads * self.head_dim, bias=attention_bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
         out_bias = attention_bias if attention_out_bias is None else attention_out_bias
-        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.o_proj = Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .attention import KeyValueCache, document_mask, padding_mask
 from .cross_entropy import linear_cross_entropy
 from .embedding import EmbeddingLayer, RopeScaling, RotaryEmbedding
+from .linear import Linear
 from .moe import Router, RouterStats
 from .transformer_block import TransformerBlock, build_norm
 from ..text.batches import IGNORE_INDEX, shift
@@ -239,7 +240,7 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         C = config.hidden_size
         self.hidden_norm, self.embedding_norm = (build_norm(config.norm_type, C, eps=config.rms_norm_eps) for _ in range(2))
-        self.eh_proj = nn.Linear(2 * C, C, bias=False)
+        self.eh_proj = Linear(2 * C, C, bias=False)
         self.block = _build_block(config, config.num_layers - 1, use_moe=False)
 
     def forward(self, x: Tensor, next_tokens: Tensor, **context: Any) -> Tensor:
@@ -271,7 +272,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(_build_block(config, index) for index in range(config.num_layers))
         post = config.norm_position == "post"  # then the last block has normalised its output
         self.norm = nn.Identity() if post else build_norm(config.norm_type, C, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(C, V, bias=False)
+        self.lm_head = Linear(C, V, bias=False)
         self.mtp = nn.ModuleList(MultiTokenPrediction(config) for _ in range(config.num_mtp_layers))
         self._tie()
         self._init_weights()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention import _LONGEST_PRODUCTS
 from .decoder import DecoderModel, ModelConfig
 from .embedding import _check_sizes
 from ..text.batches import shift
@@ -135,8 +136,9 @@ def _length(config: ModelConfig, T: int) -> int:
 
 # %% ../../nbs/09_estimate.ipynb #4cadc7a0
 def _block_activations(
-    config: ModelConfig, layer: int, batch_size: int, sequence_length: int, *, mixed_precision: bool, use_moe: bool
-) -> int:
+    config: ModelConfig, layer: int, batch_size: int, sequence_length: int, *, mixed_precision: bool, use_moe: bool,
+    on_bf16_cpu: bool = False,
+) -> int:  # fmt: skip
     """Bytes that one block keeps for backward."""
     B, T, C, E = batch_size, sequence_length, config.hidden_size, config.num_experts
     H, K, D = _heads(config)
@@ -154,6 +156,9 @@ def _block_activations(
         factors += 2 * (H + K) * D
         if window is not None and window < T:
             factors += H * D + T / B  # the result once more, and a mask (T, T) for the whole batch
+        if mixed_precision and on_bf16_cpu and T <= _LONGEST_PRODUCTS:
+            factors += H * T  # the weights
+            stream -= H
     gate = 2 if config.use_glu else 0  # the gate after its bend, and the product
     bend_input = config.activation != "relu"  # the slope of relu can be read off its output
     neurons = 1 + gate + bend_input
@@ -181,12 +186,13 @@ class TrainingMemory(NamedTuple):
 
 
 def training_memory(
-    config: ModelConfig, batch_size: int, sequence_length: int, *, mixed_precision: bool = False,
+    config: ModelConfig, batch_size: int, sequence_length: int, *, mixed_precision: bool = False, on_bf16_cpu: bool = False,
     activation_checkpointing: bool = False, chunk_size: int = 512,
 ) -> TrainingMemory:  # fmt: skip
     """What training with AdamW holds at its worst moment, for `batch_size` rows of `sequence_length` tokens at once.
 
-    `mixed_precision` is autocast to bfloat16; weights, gradients and moments are float32. `activation_checkpointing` keeps the
+    `mixed_precision` is autocast to bfloat16; weights, gradients and moments are float32. `on_bf16_cpu`: on a CPU that multiplies
+    bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter 5). `activation_checkpointing` keeps the
     input of each block, and the rest of one block. Activations agree with what autograd keeps to 5 % (without dropout); fused
     norms and compilation keep less. Not counted: the allocator's gaps, workspace of kernels, replicas of distributed training.
     Raises ValueError for sizes that are no whole numbers of at least 1, and for a length that the model cannot see.
@@ -198,7 +204,8 @@ def training_memory(
     copies = 2 * (count.attention + count.mlp + count.mtp + V * C) if mixed_precision else 0
 
     def block(layer: int, use_moe: bool) -> int:
-        return _block_activations(config, layer, batch_size, T, mixed_precision=mixed_precision, use_moe=use_moe)
+        kind: dict[str, bool] = dict(mixed_precision=mixed_precision, use_moe=use_moe, on_bf16_cpu=on_bf16_cpu)
+        return _block_activations(config, layer, batch_size, T, **kind)
 
     blocks = [block(layer, config.use_moe) for layer in range(config.num_layers)]
     if activation_checkpointing:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .embedding import _check_sizes
+from .linear import Linear
 
 # %% ../../nbs/06_mlp.ipynb #20ebc43c
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,9 +49,9 @@ class MLP(nn.Module):
         if activation is not None and activation not in _ACTIVATIONS:
             raise ValueError(f"activation={activation!r} is unknown: choose one of {', '.join(_ACTIVATIONS)}, or None")
         self.activation = activation or ("silu" if use_glu else "gelu_tanh")
-        self.gate_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias) if use_glu else None
-        self.up_proj = nn.Linear(self.hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, self.hidden_size, bias=bias)
+        self.gate_proj = Linear(self.hidden_size, intermediate_size, bias=bias) if use_glu else None
+        self.up_proj = Linear(self.hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, self.hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

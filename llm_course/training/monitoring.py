@@ -243,11 +243,16 @@ def estimate_run(config: Config) -> RunEstimate:
     train_rows, val_rows = _text_rows(config)
     steps = planned_steps(config, num_items=train_rows, world_size=world_size)
     step_rows = training.batch_size * training.gradient_accumulation_steps * world_size
+    device = resolve_device(training.device)
+    precision = resolve_precision(training.precision, device)
     memory = training_memory(
         model, training.batch_size, length, activation_checkpointing=training.activation_checkpointing,
-        mixed_precision=resolve_precision(training.precision, resolve_device(training.device)) != "fp32",
+        mixed_precision=precision != "fp32",
+        on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
     )  # fmt: skip
     seconds, peak = measure_step(config)
+    if (more := round(4 / seconds)) > 3:  # the first steps of a process are slow; after some seconds it has come to rest
+        seconds, peak = measure_step(config, steps=more)
     return RunEstimate(
         parameters=count_parameters(model),
         flops=flops_per_token(model, length).training,
