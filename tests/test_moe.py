@@ -130,7 +130,7 @@ def test_second_derivatives():
     x, weight = torch.randn(5, 3).double().requires_grad_(), torch.randn(3, 2, 3).double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
     dy = torch.randn(5, 2).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda dy, x: _grouped_outer(dy, x, counts), (dy, x))
+    assert torch.autograd.gradcheck(lambda dy, x: _grouped_outer(dy, x, counts, x.dtype), (dy, x))
     moe, tokens = random_moe(3, 4, **SMALL).double(), torch.randn(6, 3).double().requires_grad_()
     (slope,) = torch.autograd.grad(moe(tokens)[0].square().sum(), tokens, create_graph=True)
     slope.square().sum().backward()  # a penalty on the gradient reaches the experts
@@ -163,7 +163,7 @@ def test_operators_are_registered_right():
     counts = torch.tensor([3, 0, 4, 0])
     x, weight = torch.randn(7, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
     torch.library.opcheck(_grouped_linear, (x, weight, counts))
-    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts))
+    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts, torch.float32))
 
 
 def test_grouped_product_equals_pytorchs():

@@ -201,7 +201,11 @@ def training_memory(
     T, V, C = _length(config, sequence_length), _vocabulary(config), config.hidden_size
     batch_size, chunk_size = _check_sizes(batch_size=batch_size, chunk_size=chunk_size)
     N, count, width = batch_size * T, count_parameters(config), 2 if mixed_precision else 4
-    copies = 2 * (count.attention + count.mlp + count.mtp + V * C) if mixed_precision else 0
+    matrices = count.attention + count.mlp + count.mtp + V * C
+    if config.use_moe:  # experts are converted one by one, and not kept; the router stays float32
+        expert = (3 if config.use_glu else 2) * config.resolved_intermediate_size * C
+        matrices -= config.num_layers * config.num_experts * (expert + C)
+    copies = 2 * matrices if mixed_precision else 0
 
     def block(layer: int, use_moe: bool) -> int:
         kind: dict[str, bool] = dict(mixed_precision=mixed_precision, use_moe=use_moe, on_bf16_cpu=on_bf16_cpu)

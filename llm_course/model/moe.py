@@ -28,28 +28,34 @@ def _grain(x: Tensor) -> int:
 
 @torch.library.custom_op("llm_course::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Y_e = X_e W_e^T: x (M, C) in E blocks of `counts` rows, each with its own matrix of `weight` (E, F, C); (M, F)."""
+    """Y_e = X_e W_e^T: x (M, C) in E blocks of `counts` rows, each with its own matrix of `weight` (E, F, C); (M, F).
+
+    The weight may be of another type: each matrix is converted to that of x when its turn comes, and no copy of all is made.
+    """
     sizes, grain, start = _sizes(counts, x), _grain(x), 0
     y = x.new_empty(len(x) + grain - 1, weight.shape[1])
     x = F.pad(x, (0, 0, 0, grain - 1)) if grain > 1 else x
     for size, matrix in zip(sizes, weight, strict=True):
         stop = start + math.ceil(size / grain) * grain  # the rows behind the block are wrong until the next one writes them
-        torch.mm(x[start:stop], matrix.T, out=y[start:stop])  # (rows, C) @ (C, F) -> (rows, F)
+        torch.mm(x[start:stop], matrix.to(x.dtype).T, out=y[start:stop])  # (rows, C) @ (C, F) -> (rows, F)
         start += size
     return y[:start]
 
 
 @torch.library.custom_op("llm_course::grouped_outer", mutates_args=())
-def _grouped_outer(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """dW_e = dY_e^T X_e: dy (M, F) and x (M, C) in E blocks of `counts` rows; (E, F, C), zeros for an empty block."""
-    dweight, grain, start = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]), _grain(x), 0
+def _grouped_outer(dy: Tensor, x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW_e = dY_e^T X_e: dy (M, F) and x (M, C) in E blocks of `counts` rows; (E, F, C) of `dtype`, zeros for an empty block."""
+    dweight, grain, start = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1], dtype=dtype), _grain(x), 0
     for size, out in zip(_sizes(counts, x), dweight, strict=True):
         rest = size % grain
         cut, stop = start + size - rest, start + size
-        torch.mm(dy[start:cut].T, x[start:cut], out=out)  # (F, rows) @ (rows, C) -> (F, C)
+        if dtype == x.dtype:
+            torch.mm(dy[start:cut].T, x[start:cut], out=out)  # (F, rows) @ (rows, C) -> (F, C)
+        else:
+            out.copy_(dy[start:cut].T @ x[start:cut])
         if rest:
             pad = (0, 0, 0, grain - rest)  # zeros add nothing
-            out.addmm_(F.pad(dy[cut:stop], pad).T, F.pad(x[cut:stop], pad))
+            out += F.pad(dy[cut:stop], pad).T @ F.pad(x[cut:stop], pad)
         start = stop
     return dweight
 
@@ -64,23 +70,25 @@ def _sizes(counts: Tensor, x: Tensor) -> list[int]:
 
 def _grouped_linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight, counts = ctx.saved_tensors
-    return _grouped_linear(dy, weight.mT, counts), _grouped_outer(dy, x, counts), None
+    return _grouped_linear(dy, weight.mT, counts), _grouped_outer(dy, x, counts, weight.dtype), None
 
 
-def _grouped_outer_backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, None]:
+def _grouped_outer_backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, None, None]:
     dy, x, counts = ctx.saved_tensors
-    return _grouped_linear(x, dweight, counts), _grouped_linear(dy, dweight.mT, counts), None
+    return _grouped_linear(x, dweight, counts), _grouped_linear(dy, dweight.mT, counts), None, None
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
 
 
 _grouped_linear.register_autograd(_grouped_linear_backward, setup_context=_save)
 _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)  # for second derivatives
 # For torch.compile: the shapes alone, since the sizes of the blocks are known only when the router has run.
 _grouped_linear.register_fake(lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]))
-_grouped_outer.register_fake(lambda dy, x, counts: x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]))
+_grouped_outer.register_fake(
+    lambda dy, x, counts, dtype: x.new_empty(counts.shape[0], dy.shape[1], x.shape[1], dtype=dtype)
+)
 # For PyTorch's counter of operations, which gets shapes: a multiplication and an addition for each row and weight.
 for _operator in (torch.ops.llm_course.grouped_linear, torch.ops.llm_course.grouped_outer):
     register_flop_formula(_operator)(lambda x, other, *_, **__: 2 * x[0] * x[1] * other[1])
@@ -119,12 +127,12 @@ class Experts(nn.Module):
         if _autocast_is_on(x) and x.dtype != torch.float64:  # the rule of nn.Linear
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bend = _ACTIVATIONS[self.activation]
-        hidden = _grouped_linear(x, self.up_proj.to(x.dtype), counts)  # (M, C) -> (M, F)
+        hidden = _grouped_linear(x, self.up_proj, counts)  # (M, C) -> (M, F)
         if self.gate_proj is None:
             hidden = bend(hidden)
         else:
-            hidden = bend(_grouped_linear(x, self.gate_proj.to(x.dtype), counts)) * hidden
-        return _grouped_linear(hidden, self.down_proj.to(x.dtype), counts)  # (M, F) -> (M, C)
+            hidden = bend(_grouped_linear(x, self.gate_proj, counts)) * hidden
+        return _grouped_linear(hidden, self.down_proj, counts)  # (M, F) -> (M, C)
 
     def extra_repr(self) -> str:
         num_experts, intermediate_size, hidden_size = self.up_proj.shape
