@@ -6,11 +6,13 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_cache import Cache
 from torch.testing import assert_close
 
+from llm_course.model import attention
 from llm_course.model.attention import (
     MultiHeadAttention,
     attention_weights,
@@ -374,3 +376,73 @@ def test_a_cache_may_forget_what_the_window_cannot_reach():
     for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
         part = layer(x[:, start:end], mask=padding_mask(tokens[:, :end]), cache=cache)
         torch.testing.assert_close(part, full[:, start:end])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    B=st.integers(1, 3), K=st.integers(1, 3), group=st.integers(1, 3), T=sizes, S=sizes, D=sizes,
+    mask=st.sampled_from([None, "causal", (1, 1), (0, 1), (0, 0)]), scale=st.sampled_from([None, 0.3]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_two_products_are_pytorchs_function(B, K, group, T, S, D, mask, scale, seed):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(B, K * group, T, D), (B, K, S, D), (B, K, S, D)]
+    pairs = [[t.requires_grad_(), t.detach().clone().requires_grad_()] for t in (torch.randn(s, generator=g) for s in shapes)]
+    options = dict(scale=scale, enable_gqa=True)
+    if mask == "causal":
+        T = S = min(T, S)
+        pairs = [[t.detach()[:, :, :T].requires_grad_() for t in two] for two in pairs]
+        options["is_causal"] = True
+    elif mask is not None:
+        b, h = (B if mask[0] else 1), (1 if mask[1] else K * group)
+        seen = torch.rand(b, h, T, S, generator=g) > 0.4
+        options["attn_mask"] = seen | ~seen.any(dim=-1, keepdim=True)  # the caller sees to blind rows
+    ours = attention._attention_by_products(*(mine for mine, _ in pairs), **options)
+    theirs = F.scaled_dot_product_attention(*(other for _, other in pairs), **options)
+    assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    for mine, other in pairs:
+        assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_products_only_where_they_pay(monkeypatch):
+    calls, real = [], attention._attention_by_products
+    monkeypatch.setattr(attention, "_attention_by_products", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(attention, "_BF16_CPU", True)
+
+    def taken(T=8, S=8, dtype=torch.bfloat16, grad=True, **options):
+        calls.clear()
+        q, k, v = (torch.randn(1, 2, n, 4).to(dtype).requires_grad_(grad) for n in (T, S, S))
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        assert y.dtype == dtype and y.shape == q.shape
+        return bool(calls)
+
+    assert taken() and taken(S=512) and taken(mask=torch.ones(8, 8, dtype=torch.bool)) and taken(dropout=0.5)
+    assert not taken(S=513) and not taken(dtype=torch.float32) and not taken(grad=False) and not taken(softcap=5.0)
+    monkeypatch.setattr(attention, "_BF16_CPU", False)
+    assert not taken()
+
+
+@pytest.mark.parametrize("mask", [None, "padding"])
+def test_bf16_training_agrees_with_float32(monkeypatch, mask):
+    monkeypatch.setattr(attention, "_BF16_CPU", True)
+    torch.manual_seed(0)
+    layer, x, probe = MultiHeadAttention(32, 4, num_kv_heads=2), torch.randn(3, 20, 32), torch.randn(3, 20, 32)
+    seen = None if mask is None else padding_mask((torch.arange(20) >= torch.tensor([[0], [5], [19]])).long())
+    found = []
+    for half in (False, True):
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            y = layer(x, mask=seen)
+        (y.float() * probe).sum().backward()
+        found.append([y.float(), *(p.grad.clone() for p in layer.parameters())])
+    for full, half in zip(*found, strict=True):
+        assert (half - full).norm() < 0.02 * full.norm()
+
+
+def test_products_drop_weights_and_keep_the_mean(monkeypatch):
+    monkeypatch.setattr(attention, "_BF16_CPU", True)
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 4, 256, 8).bfloat16().requires_grad_() for _ in range(2))
+    dropped = scaled_dot_product_attention(q, k, torch.ones_like(k), dropout=0.5).float()
+    assert abs(dropped.mean() - 1) < 0.02 and dropped.std() > 0.05

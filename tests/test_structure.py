@@ -23,7 +23,8 @@ PACKAGE = ROOT / "llm_course"
 CHAPTERS = sorted((ROOT / "nbs").glob("[0-9][0-9]_*.ipynb"))
 NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
 # beside the page that gives the chapter its name
-FURTHER_PAGES = {"01_bpe", "02_batches", "02_corpus", "09_cross_entropy", "09_estimate", "10_cache", "11_families"} | {
+FURTHER_PAGES = {"01_bpe", "02_batches", "02_corpus", "04_linear", "09_cross_entropy", "09_estimate", "10_cache"} | {
+    "11_families",
     "12_config_sources",
     "14_devices",
     "19_training_pipeline",

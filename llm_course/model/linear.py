@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 # %% ../../nbs/04_linear.ipynb #3f8c18fb
 class Linear(nn.Linear):
-    """`nn.Linear`, and on a CPU, without gradients, as fast for a few rows as its weights can be read.
+    """`nn.Linear`, and on a CPU, without gradients, nearly as fast for a few rows as its weights can be read.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). Up to 16 rows of float32 are multiplied in parts, one for each
-    core; compiled, a single row of any type. The result differs from that of `nn.Linear` by rounding alone. Arguments and errors
-    are those of `nn.Linear`.
+    `forward(x)` maps (..., in_features) to (..., out_features). Up to 4 rows of float32 are multiplied in parts, which the cores
+    share; compiled, also a single row of any type. The result differs from that of `nn.Linear` by rounding alone. Arguments and
+    errors are those of `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         rows, parts = x.numel() // self.in_features, math.gcd(self.out_features, 8)
-        if not 0 < rows <= 16 or torch.is_grad_enabled() or not self._fits(x):
+        if not 0 < rows <= 4 or torch.is_grad_enabled() or not self._fits(x):
             return super().forward(x)
         if rows == 1 and torch.compiler.is_compiling():
             y = (self.weight * x.reshape(-1)).sum(dim=-1)  # (F, C) * (C,) -> (F,): one loop over the weights
@@ -37,5 +37,5 @@ class Linear(nn.Linear):
 
     def _fits(self, x: Tensor) -> bool:
         """Whether x and the weights are plain tensors of one type on a CPU, which autocast leaves alone."""
-        plain = type(self.weight) is nn.Parameter and x.device.type == "cpu" and x.dtype == self.weight.dtype
-        return plain and x.shape[-1] == self.in_features and not torch.is_autocast_enabled("cpu")
+        plain = type(self.weight) is nn.Parameter and self.weight.is_contiguous() and x.dtype == self.weight.dtype
+        return plain and x.device.type == "cpu" and x.shape[-1] == self.in_features and not torch.is_autocast_enabled("cpu")

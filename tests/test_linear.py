@@ -1,0 +1,95 @@
+"""The linear layer: everywhere what `nn.Linear` gives, and the fast way only where it belongs."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from llm_course.model.linear import Linear
+
+
+def pair(inputs, outputs, *, bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    oracle = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    ours = Linear(inputs, outputs, bias=bias).to(dtype)
+    ours.load_state_dict(oracle.state_dict())
+    return ours, oracle
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes that `torch.bmm` has been called with."""
+    shapes, real = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.append((*a.shape, b.shape[2])) or real(a, b))
+    return shapes
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    inputs=st.integers(1, 33), outputs=st.integers(1, 40), bias=st.booleans(), shape=st.lists(st.integers(0, 5), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)  # fmt: skip
+def test_it_is_nn_linear(inputs, outputs, bias, shape, dtype):
+    ours, oracle = pair(inputs, outputs, bias=bias, dtype=dtype)
+    x = torch.randn(*shape, inputs).to(dtype)
+    with torch.no_grad():
+        y, wanted = ours(x), oracle(x)
+    assert y.dtype == wanted.dtype and y.shape == wanted.shape and y.is_contiguous() == wanted.is_contiguous()
+    assert_close(y, wanted, rtol=1e-5 if dtype != torch.bfloat16 else 2e-2, atol=1e-5 if dtype != torch.bfloat16 else 2e-2)
+
+
+@pytest.mark.parametrize("rows, parts", [(1, True), (4, True), (5, False)])
+def test_few_rows_go_in_parts(products, rows, parts):
+    ours, oracle = pair(12, 24)
+    x = torch.randn(rows, 12)
+    with torch.no_grad():
+        assert_close(ours(x), oracle(x))
+    assert products == ([(8, 3, 12, rows)] if parts else [])
+
+
+def test_elsewhere_it_leaves_the_work_to_pytorch(products):
+    ours, oracle = pair(12, 24)
+    x = torch.randn(2, 12, requires_grad=True)
+    ours(x).sum().backward()  # with gradients
+    assert_close(ours.weight.grad, torch.autograd.grad(oracle(x).sum(), oracle.weight)[0])
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert ours(x).dtype == torch.bfloat16
+        transposed = copy.deepcopy(ours)
+        transposed.weight = nn.Parameter(ours.weight.detach().T.contiguous().T)  # stored by columns
+        assert_close(transposed(x), oracle(x))
+        assert pair(12, 7)[0](x).shape == (2, 7)  # seven outputs cannot be cut
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ours(torch.randn(2, 11))
+        with pytest.raises(RuntimeError, match="dtype"):
+            ours(x.bfloat16())
+    assert products == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_compiled(rows, dtype):
+    ours, oracle = pair(32, 48, dtype=dtype)
+    x = torch.randn(rows, 1, 32).to(dtype)
+    with torch.no_grad():
+        y = torch.compile(ours, fullgraph=True)(x)
+        wanted = oracle(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert y.dtype == dtype and y.shape == wanted.shape
+    assert_close(y, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads():
+    ours, _ = pair(64, 64)
+    x, threads = torch.randn(3, 64), torch.get_num_threads()
+    found = []
+    with torch.no_grad():
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(ours(x))
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
