@@ -12,7 +12,7 @@ from benchmarks.measure import measured
 from benchmarks.report import write_report
 
 FOLDER = Path(__file__).parent
-NAMES = ("training", "decoding", "experts", "text", "engine", "memory", "startup")
+NAMES = ("training", "decoding", "experts", "text", "engine", "memory", "startup", "growth", "roofline")
 
 
 def main() -> None:

@@ -8,21 +8,19 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.measure import Row
+from benchmarks.measure import Row, cpu_kind, plot_path
 from benchmarks.models import batch_of, loss_on, ours
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.model.generation import generate_tokens
 
 Curve = tuple[list, list]  # what was found, and what the theory says
-PLOT = Path(__file__).parent / "growth.png"
 BASE = ModelConfig(
     vocab_size=4096,
     hidden_size=256,
@@ -149,4 +147,4 @@ def rows(*, full: bool) -> Iterator[Row]:
     panel.set(title="a new token against the text's length", xlabel="tokens before it", ylabel="ms")
     panel.legend(fontsize=7)
     next(panels).axis("off")
-    fig.savefig(PLOT, dpi=70)
+    fig.savefig(plot_path("growth", cpu_kind()), dpi=70)

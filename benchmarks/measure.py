@@ -56,6 +56,11 @@ def cpu_kind() -> str:
     return "AVX-512-BF16" if torch.cpu._is_avx512_bf16_supported() else "no bf16 instructions"
 
 
+def plot_path(name: str, kind: str) -> Path:
+    """Where the plot of a module lies: one for each kind of machine."""
+    return Path(__file__).parent / f"{name}-{kind.lower().replace(' ', '-')}.png"
+
+
 def machine() -> dict[str, str]:
     """The processor and the versions that the figures belong to."""
     cpuinfo = Path("/proc/cpuinfo")

@@ -2,20 +2,18 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
-from benchmarks.measure import BF16, FP32, Row, bandwidth, cpu_kind, matmul_rate
+from benchmarks.measure import BF16, FP32, Row, bandwidth, cpu_kind, matmul_rate, plot_path
 from benchmarks.models import BATCH, SMALL
 from llm_course.model.attention import scaled_dot_product_attention
 from llm_course.model.cross_entropy import linear_cross_entropy
 from llm_course.model.linear import Linear
 from llm_course.model.normalization import RMSNorm
 
-PLOT = Path(__file__).parent / "roofline.png"
 B, T = BATCH["small"]
 N, C, FF, V = B * T, SMALL.hidden_size, SMALL.resolved_intermediate_size, SMALL.vocab_size or 0
 
@@ -80,4 +78,4 @@ def rows(*, full: bool) -> Iterator[Row]:
             yield Row(f"{kernel}, {name}", "the roof", 1e3 * spent, 1e3 * flops / roof)
     ax.set(xlabel="operations a byte", ylabel="GFLOP/s", title=f"Roofline: {cpu_kind()}, {torch.get_num_threads()} threads")
     ax.legend(fontsize=7)
-    fig.savefig(PLOT, dpi=80)
+    fig.savefig(plot_path("roofline", cpu_kind()), dpi=80)

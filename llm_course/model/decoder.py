@@ -398,4 +398,3 @@ class DecoderModel(nn.Module):
     def num_parameters(self) -> int:
         """All learned numbers, frozen ones too; a tied table counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
-
