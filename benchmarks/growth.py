@@ -115,11 +115,16 @@ def draw(panel: Axes, kind: str, sizes: list[int], time: Curve, memory: Curve) -
         ax.loglog(sizes, [unit * value for value in found], "o", color=color)
         ax.loglog(sizes, [unit * value for value in theory], "--", color=color)
         ax.set_ylabel("ms" if ax is panel else "MB kept for backward", color=color)
+        low, high = ax.get_ylim()
+        ax.set_ylim(min(low, high / 4), max(high, 4 * low))  # what hardly changes shall look like it
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
     panel.set(title=f"a step against {kind}", xlabel=kind)
+    panel.set_xticks(sizes, [str(size) for size in sizes])
 
 
 def rows(*, full: bool) -> Iterator[Row]:
-    fig = Figure(figsize=(15, 6.4), layout="tight")
+    fig = Figure(figsize=(17, 7), layout="constrained")
     panels = iter(fig.subplots(2, 4).flat)
     for kind, sizes in SIZES.items():
         seconds, counted, kept, promised = [], [], [], []
