@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from benchmarks.measure import Row, cpu_kind, plot_path
@@ -117,6 +118,7 @@ def draw(panel: Axes, kind: str, sizes: list[int], time: Curve, memory: Curve) -
         ax.set_ylabel("ms" if ax is panel else "MB kept for backward", color=color)
         low, high = ax.get_ylim()
         ax.set_ylim(min(low, high / 4), max(high, 4 * low))  # what hardly changes shall look like it
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
     panel.set(title=f"a step against {kind}", xlabel=kind)
@@ -151,5 +153,9 @@ def rows(*, full: bool) -> Iterator[Row]:
         yield Row(f"a new token after {lengths[-1]} ({name})", f"after {lengths[0]}", 1e3 * seconds[-1], 1e3 * seconds[0])
     panel.set(title="a new token against the text's length", xlabel="tokens before it", ylabel="ms")
     panel.legend(fontsize=7)
-    next(panels).axis("off")
+    rest = next(panels)
+    rest.axis("off")
+    rest.text(
+        0, 0.5, "dots: measured\ndashed: counted beforehand\n(time: operations, at the\nspeed of the middle point)", fontsize=11
+    )
     fig.savefig(plot_path("growth", cpu_kind()), dpi=70)

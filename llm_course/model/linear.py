@@ -11,22 +11,22 @@ import math
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/04_linear.ipynb #3f8c18fb
+# %% ../../nbs/04_linear.ipynb #338eae60
 class Linear(nn.Linear):
-    """`nn.Linear`, and on a CPU, without gradients, nearly as fast for a few rows as its weights can be read.
+    """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). Up to 4 rows of float32 are multiplied in parts, which the cores
-    share; compiled, also a single row of any type. The result differs from that of `nn.Linear` by rounding alone. Arguments and
-    errors are those of `nn.Linear`.
+    `forward(x)` maps (..., in_features) to (..., out_features). Up to 4 rows of float32 are multiplied in gcd(out_features, 8)
+    parts, which the cores share; in a compiled model a single row of any type is one loop over the weights. The result differs
+    from that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, parts = x.numel() // self.in_features, math.gcd(self.out_features, 8)
-        if not 0 < rows <= 4 or torch.is_grad_enabled() or not self._fits(x):
+        if torch.is_grad_enabled() or not self._fits(x):
             return super().forward(x)
+        rows, parts = x.numel() // self.in_features, math.gcd(self.out_features, 8)
         if rows == 1 and torch.compiler.is_compiling():
             y = (self.weight * x.reshape(-1)).sum(dim=-1)  # (F, C) * (C,) -> (F,): one loop over the weights
-        elif parts > 1 and x.dtype == torch.float32:
+        elif 0 < rows <= 4 and parts > 1 and x.dtype == torch.float32:
             columns = x.reshape(rows, -1).T.expand(parts, -1, -1)  # (parts, C, rows), nothing is copied
             y = torch.bmm(self.weight.view(parts, -1, self.in_features), columns)  # (parts, F / parts, rows)
             y = y.view(-1, rows).T.contiguous()  # (rows, F)
@@ -36,6 +36,9 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def _fits(self, x: Tensor) -> bool:
-        """Whether x and the weights are plain tensors of one type on a CPU, which autocast leaves alone."""
-        plain = type(self.weight) is nn.Parameter and self.weight.is_contiguous() and x.dtype == self.weight.dtype
-        return plain and x.device.type == "cpu" and x.shape[-1] == self.in_features and not torch.is_autocast_enabled("cpu")
+        """Whether x, weights and bias are plain tensors of one type on a CPU, which autocast leaves alone."""
+        if x.layout != torch.strided or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return False
+        own = type(self.weight) is nn.Parameter and self.weight.is_contiguous()
+        types = {x.dtype, self.weight.dtype, *([] if self.bias is None else [self.bias.dtype])}
+        return own and len(types) == 1 and x.ndim > 0 and x.shape[-1] == self.in_features > 0
