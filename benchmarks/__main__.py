@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.measure import measured
+from benchmarks.measure import measured, title
 from benchmarks.report import write_report
 
 FOLDER = Path(__file__).parent
@@ -29,7 +29,7 @@ def main() -> None:
         start = time.perf_counter()
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             found = pool.submit(measured, name, options.full).result()
-        tables.setdefault(f"{found['machine']['cpu']}, {found['machine']['kind']}", {})[name] = found
+        tables.setdefault(title(), {})[name] = found
         results.write_text(json.dumps(tables, indent=1) + "\n")
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
     write_report(tables)

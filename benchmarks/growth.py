@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
 
-from benchmarks.measure import Row, cpu_kind, plot_path
+from benchmarks.measure import Row, plot_path, title
 from benchmarks.models import batch_of, loss_on, ours
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import flops_per_token, training_memory
@@ -158,4 +158,4 @@ def rows(*, full: bool) -> Iterator[Row]:
     rest.text(
         0, 0.5, "dots: measured\ndashed: counted beforehand\n(time: operations, at the\nspeed of the middle point)", fontsize=11
     )
-    fig.savefig(plot_path("growth", cpu_kind()), dpi=70)
+    fig.savefig(plot_path("growth", title()), dpi=70)

@@ -3,6 +3,7 @@
 import importlib
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -56,17 +57,26 @@ def cpu_kind() -> str:
     return "AVX-512-BF16" if torch.cpu._is_avx512_bf16_supported() else "no bf16 instructions"
 
 
-def plot_path(name: str, kind: str) -> Path:
+def processor() -> str:
+    """Its name and family: virtual machines call several generations by one name."""
+    told = dict(re.findall(r"^(model name|cpu family)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    return f"{told['model name']} family {told['cpu family']}" if len(told) == 2 else platform.processor()
+
+
+def title() -> str:
+    """The kind of machine that a table belongs to."""
+    return f"{processor()}, {cpu_kind()}"
+
+
+def plot_path(name: str, title: str) -> Path:
     """Where the plot of a module lies: one for each kind of machine."""
-    return Path(__file__).parent / f"{name}-{kind.lower().replace(' ', '-')}.png"
+    return Path(__file__).parent / f"{name}-{re.sub('[^a-z0-9]+', '-', title.lower())}.png"
 
 
 def machine() -> dict[str, str]:
     """The processor and the versions that the figures belong to."""
-    cpuinfo = Path("/proc/cpuinfo")
-    models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": models[0] if models else platform.processor(),
+        "cpu": processor(),
         "kind": cpu_kind(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),

@@ -34,7 +34,7 @@ def write_report(tables: dict) -> None:
                 cells = [row["what"], row["peer"], f"**{row['theirs'] / row['ours']:.2f}**", f"{goal:g}" if goal else ""]
                 cells += [f"{row['ours']:.3g}", f"{row['theirs']:.3g}", row["unit"], words, found["date"]]
                 text.append("| " + " | ".join(cells) + " |")
-        plots = [plot_path(name, machine["kind"]).name for name in modules]
+        plots = [plot_path(name, title).name for name in modules]
         text += [f"\n![{plot}]({plot})" for plot in plots if (FOLDER / plot).exists()]
     (FOLDER / "RESULTS.md").write_text("\n".join(text) + "\n")
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
-from benchmarks.measure import BF16, FP32, Row, bandwidth, cpu_kind, matmul_rate, plot_path
+from benchmarks.measure import BF16, FP32, Row, bandwidth, cpu_kind, matmul_rate, plot_path, title
 from benchmarks.models import BATCH, SMALL
 from llm_course.model.attention import scaled_dot_product_attention
 from llm_course.model.cross_entropy import linear_cross_entropy
@@ -76,6 +76,6 @@ def rows(*, full: bool) -> Iterator[Row]:
             roof = min(peak, flops / moved * read)
             ax.loglog(flops / moved, flops / spent / 1e9, marker, color=color, label=kernel if dtype == FP32 else None)
             yield Row(f"{kernel}, {name}", "the roof", 1e3 * spent, 1e3 * flops / roof)
-    ax.set(xlabel="operations a byte", ylabel="GFLOP/s", title=f"Roofline: {cpu_kind()}, {torch.get_num_threads()} threads")
+    ax.set(xlabel="operations a byte", ylabel="GFLOP/s", title=f"Roofline: {title()}, {torch.get_num_threads()} threads")
     ax.legend(fontsize=7)
-    fig.savefig(plot_path("roofline", cpu_kind()), dpi=80)
+    fig.savefig(plot_path("roofline", title()), dpi=80)
