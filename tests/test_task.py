@@ -26,6 +26,7 @@ from llm_course.training.task import (
     StepOutput,
     TrainingTask,
     _muon_dtype,
+    _stacks,
     build_optimizer,
     build_schedule,
     learning_rate_factor,
@@ -308,6 +309,26 @@ def test_a_stack_of_matrices_is_so_many_matrices():
     assert_close(stack.detach()[2], start[2] * (1 - 1e-3 * 0.1) ** 5)  # decays, and no more
     with pytest.raises(ValueError, match="2D"):
         torch.optim.Muon([stack])  # why ours exists
+
+
+def test_small_matrices_of_one_shape_step_in_stacks_and_as_each_alone():
+    shapes = [(8, 8), (12, 8), (8, 8), (2, 4, 4), (8, 8), (1024, 256), (1024, 256), (1024, 256), (0, 8)]
+    generator = seeded()
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    parameters, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    together = Muon([dict(params=parameters, muon=True)], dtype=torch.float32)
+    apart = [Muon([dict(params=[parameter], muon=True)], dtype=torch.float32) for parameter in alone]
+    for _ in range(3):
+        for p, q in zip(parameters, alone, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        together.step()
+        for optimizer in apart:
+            optimizer.step()
+    for p, q, before in zip(parameters, alone, start, strict=True):
+        assert_close(p.detach(), q.detach())
+        assert before.numel() == 0 or (p - before).abs().max() > 1e-4
+    assert [len(stack) for stack in _stacks(parameters)] == [3, 1, 1, 2, 1, 1]  # at most half a million numbers in one
 
 
 def test_an_idle_expert_goes_on_unless_it_never_had_a_gradient():

@@ -146,6 +146,18 @@ def newton_schulz(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torc
     return (x.mT if tall else x).to(matrices.dtype)
 
 # %% ../../nbs/13_task.ipynb #eff83ba6
+def _stacks(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters of one shape together, up to half a million numbers: many small products cost more than one of a stack."""
+    alike: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+    stacks = []
+    for same in alike.values():
+        count = max(1, 2**19 // max(1, same[0].numel()))
+        stacks += [same[start : start + count] for start in range(0, len(same), count)]
+    return stacks
+
+
 class Muon(Optimizer):
     """Momentum, orthogonalised, for the groups marked `muon`; AdamW for the others.
 
@@ -184,15 +196,22 @@ class Muon(Optimizer):
 
     def _muon_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum = group["lr"], group["momentum"]
-        for parameter in parameters:
-            gradient, state = parameter.grad, self.state[parameter]
-            assert gradient is not None
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update = newton_schulz(gradient.lerp(buffer, momentum), dtype=self.dtype)  # Nesterov's momentum
-            parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.add_(update, alpha=-lr * 0.2 * max(parameter.shape[-2:]) ** 0.5)
+        for alike in _stacks(parameters):
+            nesterov = []
+            for parameter in alike:
+                gradient, state = parameter.grad, self.state[parameter]
+                assert gradient is not None
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+                nesterov.append(gradient.lerp(buffer, momentum))
+            if len(nesterov) > 1:
+                updates = newton_schulz(torch.stack(nesterov), dtype=self.dtype)
+            else:
+                updates = newton_schulz(nesterov[0], dtype=self.dtype)[None]
+            for parameter, update in zip(alike, updates, strict=True):
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update, alpha=-lr * 0.2 * max(parameter.shape[-2:]) ** 0.5)
 
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
