@@ -20,6 +20,7 @@ from llm_course.model.moe import (
     Router,
     _grouped_linear,
     _grouped_outer,
+    _rounded,
     load_balancing_loss,
     router_z_loss,
 )
@@ -105,13 +106,30 @@ def test_grouped_product(counts):
     assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
 
 
-@pytest.mark.parametrize("counts", [[31, 0, 33, 1, 64, 3], [0, 132, 0, 0, 0, 0], [1, 1, 1, 1, 1, 127], [32, 32, 32, 32, 4, 0]])
+def test_half_precision_meets_eight_sizes_between_two_powers_of_two():
+    x = torch.zeros(33, 1, dtype=torch.bfloat16)
+    for power in range(5, 15):
+        sizes = range(2**power, 2 ** (power + 1))
+        rounded = [_rounded(x, size) for size in sizes]
+        assert len(set(rounded)) <= 9  # the next power of two is one of them
+        assert all(size <= rows <= max(size + 31, 1.125 * size) for size, rows in zip(sizes, rounded, strict=True))
+    assert [_rounded(x, size) for size in (0, 1, 32, 33)] == [0, 32, 32, 64]
+    assert [_rounded(other, 33) for other in (x.float(), x[:32], x.to("meta"))] == [33, 33, 33]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [31, 0, 33, 1, 64, 3], [0, 132, 0, 0, 0, 0], [1, 1, 1, 1, 1, 127], [32, 32, 32, 32, 4, 0], [700, 5, 0, 515, 1, 2],
+        [1, 1030, 0, 0, 0, 33],
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_grouped_product_in_half_precision_rounds_the_blocks_up(counts, dtype, monkeypatch):
     torch.manual_seed(0)
-    half = torch.randn(132, 8, dtype=dtype, requires_grad=True), torch.randn(6, 12, 8, dtype=dtype, requires_grad=True)
-    full, probe = [tensor.detach().float().requires_grad_() for tensor in half], torch.randn(132, 12)
-    counts = torch.tensor(counts)
+    counts, M = torch.tensor(counts), sum(counts)
+    half = torch.randn(M, 8, dtype=dtype, requires_grad=True), torch.randn(6, 12, 8, dtype=dtype, requires_grad=True)
+    full, probe = [tensor.detach().float().requires_grad_() for tensor in half], torch.randn(M, 12)
     shapes, product = set(), torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **out: (shapes.add((a.shape, b.shape)), product(a, b, **out))[1])
     y = _grouped_linear(*half, counts)

@@ -21,9 +21,21 @@ from .embedding import _check_sizes
 from .mlp import _ACTIVATIONS, MLP
 
 # %% ../../nbs/07_moe.ipynb #27965a16
-def _grain(x: Tensor) -> int:
-    """To what number of rows a block is rounded up. In half precision a CPU's library writes machine code for each new shape."""
-    return 32 if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and len(x) > 32 else 1
+def _rounded(x: Tensor, size: int) -> int:
+    """How many rows to multiply for a block of `size` rows of x: as many, or more where a new shape is dear.
+
+    In half precision a CPU's library writes machine code for each new shape, and keeps it. A multiple of 32 there, and one of
+    eight sizes between a power of two and the next.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16) or len(x) <= 32:
+        return size
+    grain = max(32, 2 ** size.bit_length() // 16)
+    return math.ceil(size / grain) * grain
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """x with zeros behind it up to `rows` rows; without a copy where it has as many."""
+    return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
 
 
 @torch.library.custom_op("llm_course::grouped_linear", mutates_args=())
@@ -32,12 +44,12 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     The weight may be of another type: each matrix is converted to that of x when its turn comes, and no copy of all is made.
     """
-    sizes, grain, start = _sizes(counts, x), _grain(x), 0
-    y = x.new_empty(len(x) + grain - 1, weight.shape[1])
-    x = F.pad(x, (0, 0, 0, grain - 1)) if grain > 1 else x
+    sizes, start = _sizes(counts, x), 0
+    y = x.new_empty(len(x) + max((_rounded(x, size) - size for size in sizes), default=0), weight.shape[1])
     for size, matrix in zip(sizes, weight, strict=True):
-        stop = start + math.ceil(size / grain) * grain  # the rows behind the block are wrong until the next one writes them
-        torch.mm(x[start:stop], matrix.to(x.dtype).T, out=y[start:stop])  # (rows, C) @ (C, F) -> (rows, F)
+        rows = _rounded(x, size)  # those behind the block are wrong until the next one writes them
+        block = _filled(x[start : start + rows], rows)
+        torch.mm(block, matrix.to(x.dtype).T, out=y[start : start + rows])  # (rows, C) @ (C, F) -> (rows, F)
         start += size
     return y[:start]
 
@@ -45,18 +57,15 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 @torch.library.custom_op("llm_course::grouped_outer", mutates_args=())
 def _grouped_outer(dy: Tensor, x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """dW_e = dY_e^T X_e: dy (M, F) and x (M, C) in E blocks of `counts` rows; (E, F, C) of `dtype`, zeros for an empty block."""
-    dweight, grain, start = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1], dtype=dtype), _grain(x), 0
+    dweight, start = x.new_empty(counts.shape[0], dy.shape[1], x.shape[1], dtype=dtype), 0
     for size, out in zip(_sizes(counts, x), dweight, strict=True):
-        rest = size % grain
-        cut, stop = start + size - rest, start + size
+        rows = _rounded(x, size)
+        left, right = (_filled(block[start : start + size], rows) for block in (dy, x))  # zeros add nothing
         if dtype == x.dtype:
-            torch.mm(dy[start:cut].T, x[start:cut], out=out)  # (F, rows) @ (rows, C) -> (F, C)
+            torch.mm(left.T, right, out=out)  # (F, rows) @ (rows, C) -> (F, C)
         else:
-            out.copy_(dy[start:cut].T @ x[start:cut])
-        if rest:
-            pad = (0, 0, 0, grain - rest)  # zeros add nothing
-            out += F.pad(dy[cut:stop], pad).T @ F.pad(x[cut:stop], pad)
-        start = stop
+            out.copy_(left.T @ right)
+        start += size
     return dweight
 
 
