@@ -70,6 +70,7 @@ class Logger:
 class RandomTokens(BaseDataModule):
     """Rows of random tokens in the shape of a configuration: what costs as much as real text and is there at once.
 
+    As in a text, the nth most frequent token is drawn 1/n as often as the first, so experts get unequal shares (Zipf 1935).
     There are `num_batches` training batches and one validation row.
     """
 
@@ -80,9 +81,9 @@ class RandomTokens(BaseDataModule):
 
     def setup(self) -> None:
         T = self.sequence_length
-        ids = torch.randint(
-            self.vocab_size, (self.num_batches * self.batch_size * T + 1,), generator=torch.Generator().manual_seed(0)
-        ).numpy()
+        chances = 1 / torch.arange(self.vocab_size, 0, -1)  # token 0, which may separate documents, is the rarest
+        generator = torch.Generator().manual_seed(0)
+        ids = chances.multinomial(self.num_batches * self.batch_size * T + 1, replacement=True, generator=generator).numpy()
         self.train_dataset = PackedDataset(ids, T, separator_id=self.separator_id)
         self.val_dataset = PackedDataset(ids[: T + 1], T, separator_id=self.separator_id)
 
