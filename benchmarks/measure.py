@@ -59,7 +59,9 @@ def cpu_kind() -> str:
 
 def processor() -> str:
     """Its name and family: virtual machines call several generations by one name."""
-    told = dict(re.findall(r"^(model name|cpu family)\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    cpuinfo = Path("/proc/cpuinfo")  # Linux alone has it
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    told = dict(re.findall(r"^(model name|cpu family)\s*: (.+)$", text, re.MULTILINE))
     return f"{told['model name']} family {told['cpu family']}" if len(told) == 2 else platform.processor()
 
 
