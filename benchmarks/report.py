@@ -24,7 +24,8 @@ def write_report(tables: dict) -> None:
         )
         best = {name: max(found["ceilings"][name] for found in modules.values()) for name in newest["ceilings"]}
         limits = ", ".join(f"{name} {value:.0f} {'GB/s' if 'read' in name else 'GFLOP/s'}" for name, value in best.items())
-        text.append(f"Ceilings, the best of all runs: {limits}.\n\n| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |")
+        text.append(f"Ceilings, the best of all runs: {limits}.\n")
+        text.append("| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |")
         text.append("|---|---|---|---|---|---|---|---|---|")
         for found in modules.values():
             for row in found["rows"]:
