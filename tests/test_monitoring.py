@@ -22,6 +22,7 @@ from llm_course.training.monitoring import (
     Logger,
     PerformanceMonitor,
     RandomTokens,
+    StepCost,
     doctor_command,
     estimate_command,
     estimate_run,
@@ -144,7 +145,7 @@ def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_memory_and_the_flops_are_those_of_the_configuration(monkeypatch, precision, checkpointing):
     monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
-    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: (0.02, 0))
+    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: StepCost(0.02, 0.001, 0.0, 0))
     training = dict(batch_size=4, gradient_accumulation_steps=2, activation_checkpointing=checkpointing, precision=precision)
     config = Config(
         model=ModelConfig(**SMALL),
@@ -208,30 +209,33 @@ def test_a_measured_step_takes_the_time_that_steps_take():
         training=TrainingConfig(max_epochs=3, batch_size=4, gradient_accumulation_steps=2, precision="fp32", device="cpu"),
     )
     start = time.perf_counter()
-    seconds, memory = measure_step(config, steps=2)
-    assert 0 < 2 * seconds < time.perf_counter() - start and memory > 0
+    cost = measure_step(config, steps=2)
+    assert 0 < 2 * (cost.seconds + 4 * cost.validation_row_seconds) < time.perf_counter() - start and cost.process_bytes > 0
+    assert cost.validation_row_seconds > 0
 
 
-def test_the_clock_is_the_median_of_warm_steps_and_sees_no_validation(clock, monkeypatch):
-    seconds = iter([9.0, 0.2, 0.2, 7.0, 0.2, 0.2])  # the first is slow, and one was disturbed
-    step, validate = TrainingEngine._optimizer_step, TrainingEngine._run_validation_epoch
+def test_the_clock_takes_the_medians_of_warm_steps_and_of_warm_validations(clock, monkeypatch):
+    seconds = {"train_step": [9.0, 0.2, 0.2, 7.0, 0.2, 0.2], "validation_step": [99.0, 50.0, 88.0, 50.0, 50.0, 50.0]}
 
-    def slow_step(engine, window):
-        clock.seconds += next(seconds)
-        return step(engine, window)
+    def slow(name):  # the first is slow, and one was disturbed
+        real, times = getattr(LanguageModelingTask, name), iter(seconds[name])
 
-    def slow_validation(engine):
-        clock.seconds += 100
-        return validate(engine)
+        def step(task, model, batch):
+            clock.seconds += next(times)
+            return real(task, model, batch)
 
-    monkeypatch.setattr(TrainingEngine, "_optimizer_step", slow_step)
-    monkeypatch.setattr(TrainingEngine, "_run_validation_epoch", slow_validation)
+        monkeypatch.setattr(LanguageModelingTask, name, step)
+
+    slow("train_step")
+    slow("validation_step")
     config = Config(
         model=ModelConfig(**SMALL),
         data=DataConfig(vocab_size=50, sequence_length=8),
         training=TrainingConfig(max_tokens=10**9, batch_size=2, eval_interval=1, patience=1, precision="fp32", device="cpu"),
     )
-    assert measure_step(config, steps=5)[0] == pytest.approx(0.2)
+    cost = measure_step(config, steps=5)
+    # After the 2nd, 4th and 6th step two batches of two rows are validated: 149, 138 and 100 seconds.
+    assert cost[:3] == pytest.approx((0.2, 119 / 4, 8.8 + 149 - 119))
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
         measure_step(config, steps=0)
 
@@ -245,7 +249,7 @@ def test_random_tokens_have_the_shape_of_the_run():
     data.setup()
     batches = list(data.train_dataloader(epoch=0))
     assert len(batches) == 4 and all(batch["input_ids"].shape == batch["document_ids"].shape == (3, 16) for batch in batches)
-    assert batches[0]["input_ids"].max() < 7 and len(data.val_dataset) == 1
+    assert batches[0]["input_ids"].max() < 7 and len(data.val_dataset) == 3
 
 
 def test_a_slow_loader_is_found():
@@ -310,7 +314,7 @@ def test_estimate_says_what_a_run_will_cost(capsys, text):
 
 
 def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: (0.5, 10**9))
+    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: StepCost(0.5, 0.03, 7.0, 10**9))
     config = Config(
         run_dir=str(tmp_path / "run"),
         model=ModelConfig(**SMALL),
@@ -324,8 +328,8 @@ def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path,
     data.setup()
     steps = 3 * -(-len(data.train_dataset) // 8)
     assert cost.steps == pytest.approx(steps, rel=0.1)
-    assert cost.validation_steps == pytest.approx(-(-steps // 50) * len(data.val_dataset) / 8 / 3, rel=0.1)
-    assert cost.seconds == pytest.approx(0.5 * (cost.steps + cost.validation_steps)) and cost.process_bytes == 10**9
+    assert cost.validation_steps == pytest.approx(-(-steps // 50) * len(data.val_dataset) / 2 * 0.03 / 0.5, rel=0.1)
+    assert cost.seconds == pytest.approx(7 + 0.5 * (cost.steps + cost.validation_steps)) and cost.process_bytes == 10**9
 
 
 def test_doctor_says_that_the_cpu_agrees_with_itself(capsys, monkeypatch):
