@@ -1,6 +1,9 @@
 """The linear layer: everywhere what `nn.Linear` gives, and the fast way only where it belongs."""
 
 import copy
+import runpy
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
+from llm_course.model import linear
 from llm_course.model.linear import Linear
 
 
@@ -22,8 +26,9 @@ def pair(inputs, outputs, *, bias=True, dtype=torch.float32):
 
 @pytest.fixture
 def products(monkeypatch):
-    """The shapes that `torch.bmm` has been called with."""
+    """The shapes that `torch.bmm` has been called with, on a processor where the parts pay."""
     shapes, real = [], torch.bmm
+    monkeypatch.setattr(linear, "_IN_PARTS", True)
     monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.append((*a.shape, b.shape[2])) or real(a, b))
     return shapes
 
@@ -31,12 +36,12 @@ def products(monkeypatch):
 @settings(deadline=None, max_examples=60)
 @given(
     inputs=st.integers(1, 33), outputs=st.integers(1, 40), bias=st.booleans(), shape=st.lists(st.integers(0, 5), max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), in_parts=st.booleans(),
 )  # fmt: skip
-def test_it_is_nn_linear(inputs, outputs, bias, shape, dtype):
+def test_it_is_nn_linear(inputs, outputs, bias, shape, dtype, in_parts):
     ours, oracle = pair(inputs, outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, inputs).to(dtype)
-    with torch.no_grad():
+    with torch.no_grad(), patch.object(linear, "_IN_PARTS", in_parts):
         y, wanted = ours(x), oracle(x)
     assert y.dtype == wanted.dtype and y.shape == wanted.shape and y.is_contiguous() == wanted.is_contiguous()
     assert_close(y, wanted, rtol=1e-5 if dtype != torch.bfloat16 else 2e-2, atol=1e-5 if dtype != torch.bfloat16 else 2e-2)
@@ -49,6 +54,16 @@ def test_few_rows_go_in_parts(products, rows, parts):
     with torch.no_grad():
         assert_close(ours(x), oracle(x))
     assert products == ([(8, 3, 12, rows)] if parts else [])
+
+
+@pytest.mark.parametrize(
+    "maker, mkl, parts", [("AuthenticAMD", True, True), ("AuthenticAMD", False, False), ("GenuineIntel", True, False)]
+)
+def test_parts_are_for_the_processors_on_which_they_pay(monkeypatch, maker, mkl, parts):
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: f"vendor_id : {maker}")
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    assert runpy.run_path(linear.__file__)["_IN_PARTS"] is parts
 
 
 def test_elsewhere_it_leaves_the_work_to_pytorch(products):
@@ -83,7 +98,7 @@ def test_compiled(rows, dtype):
     assert_close(y, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_the_result_does_not_depend_on_the_number_of_threads():
+def test_parts_give_the_same_numbers_with_any_number_of_threads(products):
     ours, _ = pair(64, 64)
     x, threads = torch.randn(3, 64), torch.get_num_threads()
     found = []
@@ -92,4 +107,4 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
             torch.set_num_threads(count)
             found.append(ours(x))
     torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert torch.equal(*found) and len(products) == 2

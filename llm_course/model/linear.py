@@ -7,17 +7,24 @@ __all__ = ['Linear']
 
 # %% ../../nbs/04_linear.ipynb #c4e2bbb0
 import math
+import platform
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 # %% ../../nbs/04_linear.ipynb #338eae60
+_CPUINFO = Path("/proc/cpuinfo")  # Linux alone has it; elsewhere the name of the processor tells its maker
+_AMD = "AuthenticAMD" in (_CPUINFO.read_text() if _CPUINFO.exists() else platform.processor())
+_IN_PARTS = _AMD and torch.backends.mkl.is_available()  # MKL, by Intel, is slow with few rows there, and fast on Intel's own
+
+
 class Linear(nn.Linear):
     """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). Up to 4 rows of float32 are multiplied in gcd(out_features, 8)
-    parts, which the cores share; in a compiled model a single row of any type is one loop over the weights. The result differs
-    from that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
+    `forward(x)` maps (..., in_features) to (..., out_features). On AMD's processors up to 4 rows of float32 are multiplied in
+    gcd(out_features, 8) parts, which the cores share; in a compiled model a single row of any type is one loop over the weights.
+    The result differs from that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,7 +33,7 @@ class Linear(nn.Linear):
         rows, parts = x.numel() // self.in_features, math.gcd(self.out_features, 8)
         if rows == 1 and torch.compiler.is_compiling():
             y = (self.weight * x.reshape(-1)).sum(dim=-1)  # (F, C) * (C,) -> (F,): one loop over the weights
-        elif 0 < rows <= 4 and parts > 1 and x.dtype == torch.float32:
+        elif _IN_PARTS and 0 < rows <= 4 and parts > 1 and x.dtype == torch.float32:
             columns = x.reshape(rows, -1).T.expand(parts, -1, -1)  # (parts, C, rows), nothing is copied
             y = torch.bmm(self.weight.view(parts, -1, self.in_features), columns)  # (parts, F / parts, rows)
             y = y.view(-1, rows).T.contiguous()  # (rows, F)
