@@ -135,6 +135,11 @@ def _length(config: ModelConfig, T: int) -> int:
     return T
 
 # %% ../../nbs/09_estimate.ipynb #4cadc7a0
+def _product_bytes(config: ModelConfig, mixed_precision: bool) -> int:
+    """What a norm keeps of a number that comes out of a product: LayerNorm widens it, RMSNorm does so in its backward pass."""
+    return 2 if mixed_precision and config.norm_type == "rmsnorm" else 4
+
+
 def _block_activations(
     config: ModelConfig, layer: int, batch_size: int, sequence_length: int, *, mixed_precision: bool, use_moe: bool,
     on_bf16_cpu: bool = False,
@@ -145,9 +150,11 @@ def _block_activations(
     F, shared = config.resolved_intermediate_size, config.shared_expert_intermediate_size or 0
     window = config.window_of(layer)
     # Numbers for each token: `stream` always in float32, `factors` of products in the type that products have.
-    stream = (4 if config.norm_position == "sandwich" else 2) * (2 if config.norm_type == "rmsnorm" else 1) * C
-    stream += 2 * (H + K) * D if config.qk_norm else 0
+    stream = 2 * C
+    if config.norm_position == "sandwich":
+        stream += 2 * C * _product_bytes(config, mixed_precision) // 4
     factors: float = (3 if mixed_precision else 1) * C  # autocast converts the input of q, k and v three times
+    factors += (H + K) * D if config.qk_norm else 0
     if config.attn_logit_softcapping is not None:  # written out: all T x T weights
         stream += 2 * H * (T + D)
         factors += H * (T + 2 * D)
@@ -193,8 +200,8 @@ def training_memory(
 
     `mixed_precision` is autocast to bfloat16; weights, gradients and moments are float32. `on_bf16_cpu`: on a CPU that multiplies
     bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter 5). `activation_checkpointing` keeps the
-    input of each block, and the rest of one block. Activations agree with what autograd keeps to 5 % (without dropout); fused
-    norms and compilation keep less. Not counted: the allocator's gaps, workspace of kernels, replicas of distributed training.
+    input of each block, and the rest of one block. Activations agree with what autograd keeps to 5 % (without dropout);
+    compilation keeps less. Not counted: the allocator's gaps, workspace of kernels, replicas of distributed training.
     Raises ValueError for sizes that are no whole numbers of at least 1, and for a length that the model cannot see.
     Source: Rajbhandari et al. 2020, "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
@@ -215,10 +222,12 @@ def training_memory(
     if activation_checkpointing:
         blocks = [4 * N * C] * config.num_layers + [max(blocks)]  # the input of each, and the rest of one
     stream = 4 * N * C
-    norm = stream * (2 if config.norm_type == "rmsnorm" else 1)
-    last = 0 if config.norm_position == "post" else norm
-    # what looks further: three norms, of which two share their input with others, and a block
-    further = 2 * norm + max(last - stream, 0) + 2 * width * N * C + block(config.num_layers - 1, False)
+    last = 0 if config.norm_position == "post" else stream
+    # what looks further: norms of an embedding and of the result, the input of a projection, and a block
+    normed = _product_bytes(config, mixed_precision)
+    further = (4 + normed + 2 * width) * N * C + block(config.num_layers - 1, False)
+    if normed == 2:  # the stream of this block comes out of a product: its norms keep half, and nothing is converted
+        further -= 2 * (2 + (3 if config.use_glu else 2)) * N * C
     activations = sum(blocks) + last + config.num_mtp_layers * further
     logits = min(chunk_size, N) * V * (4 + (width if mixed_precision else 0))
     held = (1 + config.num_mtp_layers) * width * (N + V) * C + (4 - width) * V * C  # summed in float32, then converted

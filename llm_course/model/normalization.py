@@ -6,6 +6,8 @@
 __all__ = ['RMSNorm', 'LayerNorm']
 
 # %% ../../nbs/04_normalization.ipynb #64a79cf7
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,33 @@ from torch import Tensor, nn
 from .embedding import _check_sizes
 
 # %% ../../nbs/04_normalization.ipynb #b20095df
+def _over_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1: (..., C) -> (..., 1)."""
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm for training on a CPU, where autograd would pass over memory for each operation of the formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.wide = eps, torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+        wide = x.to(ctx.wide)
+        return (wide * _over_rms(wide, eps)).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        wide, grad, wide_weight = x.to(ctx.wide), grad.to(ctx.wide), weight.to(ctx.wide)
+        over_rms = _over_rms(wide, ctx.eps)  # (..., 1)
+        n = wide * over_rms
+        d_weight = grad * n
+        mean = (d_weight @ wide_weight)[..., None] / len(weight)  # of n times the gradient that n gets: (..., 1)
+        d_x = torch.addcmul(grad * wide_weight, n, mean, value=-1).mul_(over_rms)  # the right angle: what lies along n is gone
+        return d_x.to(x.dtype), d_weight.reshape(-1, len(weight)).sum(dim=0).to(weight.dtype), None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
@@ -34,6 +63,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _check_input(x, self.weight)
+        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _RMSNorm.apply(x, self.weight, self.eps)
         weight, wide = self.weight, torch.promote_types(x.dtype, self.weight.dtype)
         return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), self.eps).to(x.dtype)  # half types: in float32, inside
 
