@@ -22,9 +22,9 @@ _IN_PARTS = _AMD and torch.backends.mkl.is_available()  # MKL, by Intel, is slow
 class Linear(nn.Linear):
     """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). With MKL on AMD's processors up to 4 rows of float32 are multiplied
-    in gcd(out_features, 8) parts, which the cores share; in a compiled model a single row of any type is one loop over the weights.
-    The result differs from that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
+    `forward(x)` maps (..., in_features) to (..., out_features). With MKL on AMD's processors up to 4 rows of float32 are
+    multiplied in gcd(out_features, 8) parts, which the cores share; in a compiled model a single row of any type is one loop over
+    the weights. The result differs from that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:

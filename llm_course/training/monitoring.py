@@ -145,8 +145,8 @@ class StepCost(NamedTuple):
 def measure_step(config: Config, *, steps: int = 3) -> StepCost:
     """What a training step of `config` and a validation row take on this machine: medians of `steps` after a first one.
 
-    One process trains a language model on random tokens, whatever `distributed` and `task` say, and validates two to five times on
-    a third of them. Nothing is written, and the global random state moves on.
+    One process trains a language model on random tokens, whatever `distributed` and `task` say, and validates two to five times
+    on a third of them. Nothing is written, and the global random state moves on.
     """
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
