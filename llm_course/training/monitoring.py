@@ -157,7 +157,7 @@ def measure_step(config: Config, *, steps: int = 3) -> StepCost:
     engine = TrainingEngine(config, LanguageModelingTask(config), data, [clock := _Clock()])
     engine.run()
     step, validation = (statistics.median(laps[1:]) for laps in (clock.steps, clock.validations))
-    warm_up = clock.steps[0] + clock.validations[0] - step - validation
+    warm_up = max(clock.steps[0] + clock.validations[0] - step - validation, 0.0)
     return StepCost(step, validation / len(data.val_dataset), warm_up, peak_memory_bytes(engine.device))
 
 # %% ../../nbs/17_monitoring.ipynb #1eadacbb
@@ -311,8 +311,8 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     print(f"process           {_size(cost.process_bytes):>16}   measured at its peak, {of_what}")
     print(f"step on {device:9} {_duration(cost.step_seconds):>16}   measured, {speed:,.0f} tokens a second{processes}")
     share = cost.validation_steps * cost.step_seconds / cost.seconds
-    parts = f"{steps:,d} steps, {share:.0%} of the time for validation, {_duration(cost.warm_up_seconds)} to warm up"
-    print(f"the whole run     {_duration(cost.seconds):>16}   {parts}")
+    rest = f"{share:.0%} of the time for validation, {_duration(cost.warm_up_seconds)} to warm up"
+    print(f"the whole run     {_duration(cost.seconds):>16}   {steps:,d} steps, {rest}")
     return 0
 
 
