@@ -18,12 +18,18 @@ from ..text.batches import IGNORE_INDEX
 
 # %% ../../nbs/09_cross_entropy.ipynb #6ca24994
 def _one_chunk(
-    h: Tensor, weight: Tensor, target: Tensor, softcap: float | None, z_loss_coef: float, with_slope: bool
+    h: Tensor, weight: Tensor, target: Tensor, narrow: Tensor, logits: Tensor, softcap: float | None, z_loss_coef: float,
+    with_slope: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of n places with `target` (n, 1), and its slope with respect to their logits before the cap: (n, V)."""
-    ignored = target == IGNORE_INDEX
-    target = target.masked_fill(ignored, 0)  # any valid index: its loss is not counted
-    logits = (h @ weight.T).to(torch.promote_types(h.dtype, torch.float32))  # (n, C) @ (C, V) -> (n, V)
+    """The summed loss of n places with `target` (n, 1), and its slope with respect to their logits before the cap: (n, V).
+
+    Both are computed in two tables (n, V) that are written over: `narrow`, of the type of `h`, which then holds the slope, and
+    `logits`, float32 at least. They are one tensor where the types are one.
+    """
+    counts = target != IGNORE_INDEX
+    target = target.where(counts, 0)  # any valid index: its loss is not counted
+    torch.mm(h, weight.T, out=narrow)  # (n, C) @ (C, V) -> (n, V)
+    logits.copy_(narrow)  # nothing to do where they are one
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     cap_slope = (logits / softcap).square_().neg_().add_(1) if softcap is not None and with_slope else None  # a second table
@@ -35,14 +41,15 @@ def _one_chunk(
     loss = total.log() - right
     if z_loss_coef:  # not 0 * lse^2, which is NaN where the square overflows
         loss = loss + z_loss_coef * lse.square()
-    loss = loss.masked_fill(ignored, 0).sum()
+    loss = loss.where(counts, 0).sum()
     if not with_slope:
         return loss, None
-    slope = powers.mul_((1 + 2 * z_loss_coef * lse) / total)  # p, with what the z-loss adds
-    slope = slope.scatter_add_(-1, target, -torch.ones_like(lse))  # minus one-hot
+    factor = (1 + 2 * z_loss_coef * lse) / total  # makes p of the powers, with what the z-loss adds
+    slope = powers.mul_(factor.where(counts, 0))
+    slope = slope.scatter_add_(-1, target, -counts.to(slope.dtype))  # minus one-hot
     if cap_slope is not None:
         slope = slope.mul_(cap_slope)
-    return loss, slope.masked_fill_(ignored, 0).to(h.dtype)
+    return loss, narrow.copy_(slope)
 
 # %% ../../nbs/09_cross_entropy.ipynb #c2af284d
 def _loss_and_gradients(
@@ -57,21 +64,21 @@ def _loss_and_gradients(
     loss = hidden.new_zeros((), dtype=wide)
     d_hidden = torch.empty_like(hidden if for_hidden else hidden[:0])
     d_weight = torch.zeros_like(weight if for_weight else weight[:0], dtype=wide)
+    narrow = hidden.new_empty(min(chunk_size, hidden.shape[0]), weight.shape[0])  # (n, V), for all chunks in turn
+    logits = narrow if hidden.dtype == wide else torch.empty_like(narrow, dtype=wide)
     for start in range(0, hidden.shape[0], chunk_size):
-        rows = slice(start, start + chunk_size)
-        part, slope = _one_chunk(
-            hidden[rows], weight, labels[rows, None], softcap, z_loss_coef, with_slope=for_hidden or for_weight
-        )
+        h, target = hidden[start : start + chunk_size], labels[start : start + chunk_size, None]
+        tables = narrow[: len(h)], logits[: len(h)]  # the last chunk may be shorter
+        part, slope = _one_chunk(h, weight, target, *tables, softcap, z_loss_coef, with_slope=for_hidden or for_weight)
         loss += part
         if slope is None:
             continue
         if for_hidden:
-            d_hidden[rows] = slope @ weight  # (n, V) @ (V, C) -> (n, C)
+            torch.mm(slope, weight, out=d_hidden[start : start + chunk_size])  # (n, V) @ (V, C) -> (n, C)
         if for_weight and hidden.dtype == wide:
-            torch.addmm(d_weight, slope.T, hidden[rows], out=d_weight)  # (V, n) @ (n, C) -> (V, C), added in one pass
+            torch.addmm(d_weight, slope.T, h, out=d_weight)  # (V, n) @ (n, C) -> (V, C), added in one pass
         elif for_weight:
-            d_weight += slope.T @ hidden[rows]
-        del slope  # else two chunks are held at once
+            d_weight += slope.T @ h
     return loss, d_hidden, d_weight.to(weight.dtype)
 
 
