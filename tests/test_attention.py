@@ -405,6 +405,46 @@ def test_two_products_are_pytorchs_function(B, K, group, T, S, D, mask, scale, s
         assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-4)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    B=st.integers(1, 3), K=st.integers(1, 3), group=st.integers(1, 3), S=sizes, D=sizes, masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_sums_for_one_query_are_pytorchs_function(B, K, group, S, D, masked, dtype, seed):
+    g = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=g).to(dtype) for shape in ((B, K * group, 1, D), (B, K, S, D), (B, K, S, D))]
+    pairs = [[t.requires_grad_(), t.detach().clone().requires_grad_()] for t in tensors]
+    options = dict(scale=0.3, enable_gqa=True)
+    if masked:
+        seen = torch.rand(B, 1, 1, S, generator=g) > 0.4
+        options["attn_mask"] = seen | ~seen.any(dim=-1, keepdim=True)
+    ours = attention._attention_of_one_query(*(mine for mine, _ in pairs), **options)
+    theirs = F.scaled_dot_product_attention(*(other for _, other in pairs), **options)
+    near = dict(rtol=2e-2, atol=2e-2) if dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-5)
+    assert ours.dtype == dtype
+    assert_close(ours, theirs, **near)
+    ours.float().square().sum().backward()
+    theirs.float().square().sum().backward()
+    for mine, other in pairs:
+        assert_close(mine.grad, other.grad, **{name: 10 * value for name, value in near.items()})
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_sums_for_one_query_are_for_the_compiler_alone(T):
+    programs = []
+
+    def keep(graph, inputs):
+        programs.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    torch._dynamo.reset()
+    q, k, v = torch.randn(2, 4, T, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = padding_mask(torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]))
+    compiled = torch.compile(scaled_dot_product_attention, backend=keep, fullgraph=True)
+    assert_close(compiled(q, k, v, mask=mask, is_causal=True), scaled_dot_product_attention(q, k, v, mask=mask, is_causal=True))
+    assert (F.scaled_dot_product_attention in programs[0]) is (T > 1) and len(programs) == 1
+
+
 def test_products_only_where_they_pay(monkeypatch):
     calls, real = [], attention._attention_by_products
     monkeypatch.setattr(attention, "_attention_by_products", lambda *a, **k: calls.append(1) or real(*a, **k))

@@ -8,6 +8,7 @@ __all__ = ['causal_mask', 'padding_mask', 'document_mask', 'attention_weights', 
 
 # %% ../../nbs/05_attention.ipynb #efb003d5
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -121,11 +122,6 @@ def _check_range(softcap: float | None, dropout: float = 0.0) -> None:
 _BF16_CPU = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # once: a compiled graph cannot ask
 _LONGEST_PRODUCTS = 512  # keys; beyond, the kernel that never stores the weights is faster
 
-def _products_pay(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the formula written out beats the fused kernel: in training, in bf16, on a CPU that multiplies it itself."""
-    half = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    return _BF16_CPU and half and q.device.type == "cpu" and q.requires_grad and k.shape[2] <= _LONGEST_PRODUCTS
-
 def _attention_by_products(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
     dropout_p: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
@@ -144,6 +140,31 @@ def _attention_by_products(
         scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(D) if scale is None else scale)  # rounded once, at the end
         weights = scores.softmax(dim=-1)  # (B * K, rows, S), inside in float32
         return ((F.dropout(weights, dropout_p) if dropout_p else weights) @ v).view(B, H, T, D)
+
+def _attention_of_one_query(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
+    dropout_p: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same where T = 1, as sums that a compiler turns into loops; it always takes shared heads, and is in float32 inside."""
+    (B, H, _, D), (K, S) = q.shape, k.shape[1:3]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    scaled = q.reshape(B, K, H // K, 1, D).to(wide) * (1 / math.sqrt(D) if scale is None else scale)
+    scores = (scaled * k[:, :, None].to(wide)).sum(dim=-1)  # (B, K, H / K, S)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask.expand(B, H, 1, S).reshape(B, K, H // K, S), -math.inf)
+    weights = scores.softmax(dim=-1)
+    weights = F.dropout(weights, dropout_p) if dropout_p else weights
+    return (weights[..., None] * v[:, :, None].to(wide)).sum(dim=-2).to(v.dtype).view(B, H, 1, D)
+
+def _fastest(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
+    """PyTorch's function, or one of the two above where it was measured to be faster."""
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention
+    if q.shape[2] == 1 and torch.compiler.is_compiling():
+        return _attention_of_one_query
+    half = q.dtype == k.dtype == v.dtype == torch.bfloat16
+    trains_in_half = _BF16_CPU and half and q.requires_grad and k.shape[2] <= _LONGEST_PRODUCTS
+    return _attention_by_products if trains_in_half else F.scaled_dot_product_attention
 
 # %% ../../nbs/05_attention.ipynb #db06f85e
 def scaled_dot_product_attention(
@@ -166,8 +187,7 @@ def scaled_dot_product_attention(
     if softcap is not None:
         weights = attention_weights(q, k, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap)
         return F.dropout(weights, dropout).to(v.dtype) @ v.repeat_interleave(H // K, dim=1)
-    sdpa = _attention_by_products if _products_pay(q, k, v) else F.scaled_dot_product_attention
-    attend = partial(sdpa, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
+    attend = partial(_fastest(q, k, v), q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
     if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
         return attend(is_causal=True)  # a literal: torch.compile with a changing T cannot pass on `T == S` itself
     mask = _visible(T, S, mask, is_causal, q.device)

@@ -78,6 +78,20 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 # %% ../../nbs/10_generation.ipynb #53f0144b
+def _penalized(logits: Tensor, seen: Tensor | None, repetition_penalty: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits (B, V) in float32 after the penalty; the largest of each row, and where it stands first: (B, 1) each."""
+    if logits.ndim != 2:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (B, V): one row for each sequence")
+    logits = logits.float()
+    if repetition_penalty != 1:
+        if seen is None:
+            raise ValueError(f"repetition_penalty={repetition_penalty} needs `seen`, bool (B, V): which tokens came before")
+        logits = penalize_repetition(logits, seen, repetition_penalty)
+    best, index = logits.max(dim=-1, keepdim=True)
+    if not best.isfinite().all():
+        raise ValueError("a row of logits holds NaN or +inf, or nothing but -inf: did the model diverge, or a mask hide all?")
+    return logits, best, index
+
 def token_probabilities(
     logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
     min_p: float | None = None, repetition_penalty: float = 1.0, seen: Tensor | None = None,
@@ -91,18 +105,9 @@ def token_probabilities(
     _check_sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    if logits.ndim != 2:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (B, V): one row for each sequence")
-    logits = logits.float()
-    if repetition_penalty != 1:
-        if seen is None:
-            raise ValueError(f"repetition_penalty={repetition_penalty} needs `seen`, bool (B, V): which tokens came before")
-        logits = penalize_repetition(logits, seen, repetition_penalty)
-    best = logits.amax(dim=-1, keepdim=True)  # (B, 1)
-    if not best.isfinite().all():
-        raise ValueError("a row of logits holds NaN or +inf, or nothing but -inf: did the model diverge, or a mask hide all?")
+    logits, best, index = _penalized(logits, seen, repetition_penalty)
     if temperature == 0:
-        return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
+        return F.one_hot(index[:, 0], logits.shape[-1]).float()
     logits = (logits - best) / min(max(temperature, 1e-30), 1e30)  # beyond, float32 would make 0 / 0
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
@@ -132,9 +137,10 @@ def sample(
     """
     if generator is not None and generator.device.type != logits.device.type:
         raise ValueError(f"the generator is on {generator.device}, the logits on {logits.device}: torch.Generator(logits.device)")
-    probabilities = token_probabilities(logits, temperature=temperature, seen=seen, **filters)
     if temperature == 0:
-        return probabilities.argmax(dim=-1)
+        _check_sampling(temperature=temperature, **filters)
+        return _penalized(logits, seen, filters.get("repetition_penalty", 1.0))[2].squeeze(1)
+    probabilities = token_probabilities(logits, temperature=temperature, seen=seen, **filters)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
 # %% ../../nbs/10_generation.ipynb #8c078390
@@ -226,9 +232,10 @@ def _write_tokens(
         if pad_token_id is not None:
             token = token.masked_fill(finished, pad_token_id)
         yield token
-        finished = finished | torch.isin(token, torch.tensor(stops, dtype=torch.int64, device=ids.device))
-        if stops and finished.all():
-            return
+        if stops:
+            finished = finished | torch.isin(token, torch.tensor(stops, device=ids.device))
+            if finished.all():
+                return
         if seen is not None:
             seen.scatter_(1, token[:, None], True)
         feed, position_ids, run = token[:, None], position_ids[:, -1:] + 1, model
