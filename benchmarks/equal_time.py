@@ -1,12 +1,14 @@
 """The same seconds on the same text: a plain GPT recipe against the package's best, and the levers between them one by one.
 
-python -m benchmarks.equal_time [--seconds 60] [--seeds 3] [--only NAME ...]
+python -m benchmarks.equal_time goal [--seconds 60] [--seeds 3] [--size NAME ...]   plain in T seconds, ours in T / 5
+python -m benchmarks.equal_time levers [--seconds 60] [--seeds 3]                   from the one to the other
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,26 +19,55 @@ from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.sources import load_config
 from llm_course.training.task import LanguageModelingTask, learning_rate_factor
 
-# Words of `llm-course train`, so each recipe can be typed. Warmup is counted in thousandths of the time.
+
+def size(layers: int, width: int, length: int) -> dict[str, str]:
+    """The words of `llm-course train` for so many layers of this width, and rows of `length` tokens."""
+    return {
+        "model.num_layers": str(layers), "model.hidden_size": str(width), "model.num_heads": "4",
+        "model.max_position_embeddings": str(length), "data.sequence_length": str(length), "data.vocab_size": "2048",
+    }  # fmt: skip
+
+
+def rates(batch: int, learning_rate: str) -> dict[str, str]:
+    return {"training.batch_size": str(batch), "optimization.learning_rate": learning_rate}
+
+
+# Warmup is counted in thousandths of the time.
 PLAIN = {
     "model.position_type": "learned", "model.use_glu": "false", "model.norm_type": "layernorm", "model.attention_bias": "true",
-    "model.mlp_bias": "true", "model.max_position_embeddings": "128", "data.sequence_length": "128", "data.vocab_size": "2048",
-    "model.hidden_size": "256", "model.num_layers": "4", "model.num_heads": "4", "training.batch_size": "8",
-    "training.precision": "fp32", "optimization.optimizer": "adamw", "optimization.learning_rate": "1e-3",
+    "model.mlp_bias": "true", "training.precision": "fp32", "optimization.optimizer": "adamw",
     "optimization.schedule": "cosine", "optimization.warmup_steps": "50",
 }  # fmt: skip
+ARCHITECTURE = {
+    "model.position_type": "rope", "model.use_glu": "true", "model.norm_type": "rmsnorm", "model.attention_bias": "false",
+    "model.mlp_bias": "false", "model.qk_norm": "true", "model.num_kv_heads": "2",
+}  # fmt: skip
+SCHEDULE = {"optimization.schedule": "linear", "optimization.min_lr_ratio": "0"}
+MUON = {"optimization.optimizer": "muon"}
+PRECISION = {"training.precision": "auto"}
+OWN_HEAD = {"model.tie_word_embeddings": "false"}
+OURS = PLAIN | ARCHITECTURE | SCHEDULE | MUON | PRECISION
+
+# For each size the batch and the learning rate of either recipe that did best there.
+SIZES = {
+    "4 layers of 256, rows of 128": (size(4, 256, 128), rates(8, "1e-3"), rates(16, "1e-2")),
+    "2 layers of 128, rows of 128": (size(2, 128, 128), rates(8, "3e-3"), rates(16, "1e-2")),
+    "1 layer of 128, rows of 32": (size(1, 128, 32), rates(32, "3e-3"), rates(64, "2e-2") | OWN_HEAD),
+}
+# Each stands on all before it, but for those that begin with "or": they change the one before and are left again.
 LEVERS: dict[str, dict[str, str]] = {
-    "plain": {},
-    "rotary positions": {"model.position_type": "rope"},
-    "gated MLP": {"model.use_glu": "true"},
-    "RMSNorm, no biases": {"model.norm_type": "rmsnorm", "model.attention_bias": "false", "model.mlp_bias": "false"},
-    "QK-norm": {"model.qk_norm": "true"},
-    "grouped heads": {"model.num_kv_heads": "2"},
-    "larger first weights": {"model.initializer_range": "0.05"},
-    "linear to zero": {"optimization.schedule": "linear", "optimization.min_lr_ratio": "0"},
-    "learning rate 3e-3": {"optimization.learning_rate": "3e-3"},
-    "Muon": {"optimization.optimizer": "muon"},
-    "bf16 where it pays": {"training.precision": "auto"},
+    "plain, 4 layers of 256": SIZES["4 layers of 256, rows of 128"][0] | SIZES["4 layers of 256, rows of 128"][1],
+    "architecture": ARCHITECTURE,
+    "schedule: linear to zero": SCHEDULE,
+    "optimizer: Muon, its rate": MUON | {"optimization.learning_rate": "1e-2"},
+    "precision: auto": PRECISION,
+    "batch of 16": {"training.batch_size": "16"},
+    "or compiled": {"training.compile": "true"},
+    "or tokenizer of 4096": {"data.vocab_size": "4096"},
+    "or tokenizer of 1024": {"data.vocab_size": "1024"},
+    "size: 2 layers of 128": SIZES["2 layers of 128, rows of 128"][0],
+    "size: 1 layer, rows of 32": SIZES["1 layer of 128, rows of 32"][0] | rates(64, "2e-2"),
+    "a head of its own": OWN_HEAD,
 }
 
 
@@ -81,22 +112,34 @@ def run(words: dict[str, str], *, seconds: float, seed: int, folder: str) -> tup
     return bits_per_byte(engine), engine.state.step
 
 
+def report(name: str, words: dict[str, str], seconds: float, seeds: Iterable[int], folder: str) -> None:
+    found = [run(words, seconds=seconds, seed=seed, folder=f"{folder}/{words['data.vocab_size']}") for seed in seeds]
+    bits, steps = zip(*found, strict=True)
+    print(
+        f"{name:38} {seconds:4.0f} s  {statistics.mean(bits):.3f} bits per byte ({min(bits):.3f} to {max(bits):.3f}), "
+        f"{min(steps)} to {max(steps)} steps",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equal_time")
+    parser.add_argument("what", choices=["goal", "levers"])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(LEVERS), help="levers up to which to go, each with all before it")
+    parser.add_argument("--size", nargs="*", default=list(SIZES), choices=list(SIZES), help="for `goal`")
     options = parser.parse_args()
-    words: dict[str, str] = dict(PLAIN)
-    with tempfile.TemporaryDirectory() as folder:  # one folder: tokenizer and token files are made once
-        for name, changes in LEVERS.items():
-            words |= changes
-            if name not in options.only:
-                continue
-            found = [run(words, seconds=options.seconds, seed=seed, folder=folder) for seed in range(options.seeds)]
-            bits, steps = zip(*found, strict=True)
-            spread = max(bits) - min(bits)
-            print(f"{name:24} {statistics.mean(bits):.3f} bits per byte (spread {spread:.3f}), {steps[0]} steps", flush=True)
+    with tempfile.TemporaryDirectory() as folder:  # one folder for each vocabulary: token files are made once
+        if options.what == "goal":
+            for name in options.size:
+                shape, plain_rates, our_rates = SIZES[name]
+                report(f"plain, {name}", PLAIN | shape | plain_rates, options.seconds, range(options.seeds), folder)
+                report(f"ours, {name}", OURS | shape | our_rates, options.seconds / 5, range(options.seeds), folder)
+        else:
+            words = dict(PLAIN)
+            for name, changes in LEVERS.items():
+                report(name, words | changes, options.seconds, range(options.seeds), folder)
+                words |= {} if name.startswith("or ") else changes
 
 
 if __name__ == "__main__":
