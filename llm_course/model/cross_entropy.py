@@ -67,14 +67,15 @@ def _loss_and_gradients(
     narrow = hidden.new_empty(min(chunk_size, hidden.shape[0]), weight.shape[0])  # (n, V), for all chunks in turn
     logits = narrow if hidden.dtype == wide else torch.empty_like(narrow, dtype=wide)
     for start in range(0, hidden.shape[0], chunk_size):
-        h, target = hidden[start : start + chunk_size], labels[start : start + chunk_size, None]
+        rows = slice(start, start + chunk_size)
+        h, target = hidden[rows], labels[rows, None]
         tables = narrow[: len(h)], logits[: len(h)]  # the last chunk may be shorter
         part, slope = _one_chunk(h, weight, target, *tables, softcap, z_loss_coef, with_slope=for_hidden or for_weight)
         loss += part
         if slope is None:
             continue
         if for_hidden:
-            torch.mm(slope, weight, out=d_hidden[start : start + chunk_size])  # (n, V) @ (V, C) -> (n, C)
+            torch.mm(slope, weight, out=d_hidden[rows])  # (n, V) @ (V, C) -> (n, C)
         if for_weight and hidden.dtype == wide:
             torch.addmm(d_weight, slope.T, h, out=d_weight)  # (V, n) @ (n, C) -> (V, C), added in one pass
         elif for_weight:

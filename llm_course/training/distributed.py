@@ -6,6 +6,7 @@
 __all__ = ['DistributedManager', 'launch']
 
 # %% ../../nbs/15_distributed.ipynb #e472ddd9
+import gc
 import os
 import signal
 import socket
@@ -212,6 +213,7 @@ def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, re
         raise
     if rank == 0:
         results.put(result)
+    gc.collect()  # FSDP's modules are cycles: where they outlive the interpreter, a thread of gloo may abort the process
 
 
 @contextmanager
