@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,28 @@ class Dying(CopyTask):
 
 def is_interrupted() -> None:
     raise KeyboardInterrupt
+
+
+class Refused(Exception):
+    """Pickle keeps its words, and its class asks for two arguments."""
+
+    def __init__(self, name: str, value: int):
+        super().__init__(f"{name}={value} is refused")
+
+
+def refuses_with_two_words() -> None:
+    raise Refused("x", 3)
+
+
+def leaves_in_silence() -> None:
+    os._exit(0)
+
+
+def exits_in_rank_1() -> str:
+    if os.environ["RANK"] == "1":
+        sys.exit(0)
+    time.sleep(1)  # the other has left by then
+    return "the answer"
 
 
 class Experts(nn.Module):

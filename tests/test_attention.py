@@ -133,6 +133,8 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(softcap=0.0), "softcap=0.0"),
         (dict(softcap=float("inf")), "softcap=inf"),
         (dict(softcap=float("nan")), "softcap=nan"),
+        (dict(softcap=1e39), "also in float32"),  # infinite there, and NaN behind it
+        (dict(scale=float("nan")), "scale=nan"),
         (dict(dropout=-0.1), "dropout=-0.1"),
         (dict(dropout=1.0), "dropout=1.0"),
         (dict(v=torch.randn(1, 2, 4, 8).double()), "torch.float64, expected one floating-point type"),
@@ -176,6 +178,11 @@ class Forgetful:
 class Rounding:
     def update(self, layer_index, k, v):
         return k.bfloat16(), v.bfloat16()
+
+
+@pytest.mark.parametrize("B, T", [(1, 0), (0, 3), (0, 0)])
+def test_nothing_in_nothing_out_in_half_precision(B, T):  # float32 could, bfloat16 with gradients could not
+    assert MultiHeadAttention(16, 4).bfloat16()(torch.randn(B, T, 16).bfloat16()).shape == (B, T, 16)
 
 
 def test_forward_refuses_what_does_not_fit():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import distributed_worker as worker
@@ -187,6 +188,28 @@ def test_the_error_of_a_rank_is_raised_here():
 def test_ctrl_c_in_every_process_ends_the_launch():
     with pytest.raises(KeyboardInterrupt):  # it waited for a result for ever
         launch(worker.is_interrupted, 2)
+
+
+@pytest.mark.parametrize(
+    "function, world_size, error, words",
+    [
+        (worker.refuses_with_two_words, 1, Exception, "Refused: x=3 is refused"),  # it was lost, and the others went on
+        (worker.leaves_in_silence, 1, RuntimeError, "without an answer"),  # it was waited for without end
+        (worker.refuses_in_rank_1, 0, ValueError, "world_size=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_sent_does_not_keep_the_launch_waiting(function, world_size, error, words):
+    with pytest.raises(error, match=words):
+        launch(function, world_size)
+
+
+def test_a_rank_that_exits_does_not_answer_for_the_first():
+    assert launch(worker.exits_in_rank_1, 2) == "the answer"
+
+
+def test_a_launch_in_another_thread_is_refused_before_it_starts():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="main thread"):
+        pool.submit(launch, worker.refuses_in_rank_1, 1).result()
 
 
 def test_processes_share_the_cores_and_lists_of_blocks_may_be_nested(monkeypatch):

@@ -238,13 +238,15 @@ def test_parts_of_a_step():
     assert training_memory(config, 4, 48, mixed_precision=True).total < memory.total + 2 * P + 101 * 64 * 2
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_loss_holds_what_is_said(mixed):
+def test_the_loss_holds_what_is_said(mixed, softcap):
     hidden, weight = torch.randn(2048, 256, requires_grad=True), torch.randn(1024, 256, requires_grad=True)
     with MemoryMeter() as meter, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        linear_cross_entropy(hidden, weight, torch.randint(1024, (2048,)))
-    config = ModelConfig(vocab_size=1024, hidden_size=256, num_heads=4, max_position_embeddings=2048)
-    extra = 2 * (2048 + 2 * 1024) * 256 if mixed else 0  # copies of both factors; a chunk's gradient of the weight, to be added
+        linear_cross_entropy(hidden, weight, torch.randint(1024, (2048,)), softcap=softcap)
+    sizes = dict(vocab_size=1024, hidden_size=256, num_heads=4, max_position_embeddings=2048)
+    config = ModelConfig(**sizes, final_logit_softcapping=softcap)
+    extra = 2 * (2048 + 1024) * 256 if mixed else 0  # copies of both factors
     estimate = training_memory(config, 1, 2048, mixed_precision=mixed).loss + extra
     assert estimate == pytest.approx(meter.peak, rel=0.03)
 

@@ -403,6 +403,9 @@ def test_a_penalty_takes_int32_and_names_ids_outside():
 def test_nothing_is_asked_for():
     ids = torch.tensor(prompts(3))
     assert generate(build(), ids, max_new_tokens=0).equal(ids)
+    assert generate(build(), ids.int(), max_new_tokens=0).dtype == torch.int64
+    with pytest.raises(ValueError, match="dtype torch.float32, expected int64 or int32"):  # they came back as they were
+        generate(build(), ids.float(), max_new_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +414,7 @@ def test_nothing_is_asked_for():
         ([[]], {}, "at least one token"),
         ([1, 2], {}, "at least one token"),
         ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens=-1"),
+        ([[1, 2]], dict(max_new_tokens=2.5), "max_new_tokens"),
         ([[1, 2]], dict(num_return_sequences=0), "num_return_sequences=0"),
         ([[1, 2]], dict(stop_token_ids=[40]), "40 is outside 0..39"),
         ([[1, 2]], dict(stop_token_ids=[3], pad_token_id=-1), "-1 is outside 0..39"),

@@ -72,7 +72,7 @@ def attention_weights(
     Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.
     """
     _check_attention(q, k, k, mask)
-    _check_range(softcap)
+    _check_range(softcap, scale)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, K, S, D) -> (B, H, S, D)
@@ -112,9 +112,11 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> No
     if mask.ndim > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(full), strict=False)):
         raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to (B, H, T, S) = {full}: padding_mask helps for (B, S)")
 
-def _check_range(softcap: float | None, dropout: float = 0.0) -> None:
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
+def _check_range(softcap: float | None, scale: float | None, dropout: float = 0.0) -> None:
+    if softcap is not None and not 0 < softcap < 1e38:  # what float32 holds
+        raise ValueError(f"softcap={softcap} must be positive and finite, also in float32, or None for no cap")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite, or None for 1 / sqrt(head_dim)")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
@@ -133,8 +135,8 @@ def _attention_by_products(
     if visible is None:
         visible = torch.ones(1, 1, dtype=torch.bool, device=q.device)
     visible = visible[(None,) * (4 - visible.ndim)]
-    lead = (1, H // K) if visible.shape[:2] == (1, 1) else (B, H)
-    bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf).expand(*lead, T, S).reshape(-1, rows, S)
+    lead, blocks = ((1, H // K), 1) if visible.shape[:2] == (1, 1) else ((B, H), B * K)
+    bias = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf).expand(*lead, T, S).reshape(blocks, rows, S)
     q, k, v = q.reshape(B * K, rows, D), k.reshape(B * K, S, D), v.reshape(B * K, S, D)
     with torch.autocast(q.device.type, enabled=False):
         scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(D) if scale is None else scale)  # rounded once, at the end
@@ -145,14 +147,17 @@ def _attention_of_one_query(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False,
     dropout_p: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The same where T = 1, as sums that a compiler turns into loops; it always takes shared heads, and is in float32 inside."""
+    """The same where T = 1, as sums that a compiler turns into loops; in float32 inside.
+
+    It always takes shared heads, and a single query on a single key sees it, so the last two flags change nothing.
+    """
     (B, H, _, D), (K, S) = q.shape, k.shape[1:3]
     wide = torch.promote_types(v.dtype, torch.float32)
     scaled = q.reshape(B, K, H // K, 1, D).to(wide) * (1 / math.sqrt(D) if scale is None else scale)
     scores = (scaled * k[:, :, None].to(wide)).sum(dim=-1)  # (B, K, H / K, S)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask.expand(B, H, 1, S).reshape(B, K, H // K, S), -math.inf)
-    weights = scores.softmax(dim=-1)
+    weights = scores.softmax(dim=-1)  # (B, K, H / K, S)
     weights = F.dropout(weights, dropout_p) if dropout_p else weights
     return (weights[..., None] * v[:, :, None].to(wide)).sum(dim=-2).to(v.dtype).view(B, H, 1, D)
 
@@ -178,11 +183,12 @@ def scaled_dot_product_attention(
     (H, T, S). `is_causal` hides the keys after each query, with the last query on the last key also when T != S (PyTorch's
     own flag puts the first on the first); it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the
     scores by a tanh. `dropout` is a probability and acts whenever it is above 0. A query that may attend to nothing
-    returns zeros. Raises ValueError for shapes or dtypes that do not fit, a `softcap` that is not positive and finite, a
-    `dropout` outside [0, 1). Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2 (softcap).
+    returns zeros. Raises ValueError for shapes or dtypes that do not fit, a `softcap` or `scale` that is not positive and
+    finite, a `dropout` outside [0, 1).
+    Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2 (softcap).
     """
     _check_attention(q, k, v, mask)
-    _check_range(softcap, dropout)
+    _check_range(softcap, scale, dropout)
     H, T, K, S = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     if softcap is not None:
         weights = attention_weights(q, k, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap)
@@ -249,9 +255,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give head_dim")
-        _check_range(softcap, dropout)
-        if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"scale={scale} must be positive and finite, or None for 1 / sqrt(head_dim)")
+        _check_range(softcap, scale, dropout)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.scale, self.softcap, self.sliding_window = scale, softcap, sliding_window

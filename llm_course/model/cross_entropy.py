@@ -32,7 +32,7 @@ def _one_chunk(
     logits.copy_(narrow)  # nothing to do where they are one
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
-    cap_slope = (logits / softcap).square_().neg_().add_(1) if softcap is not None and with_slope else None  # a second table
+    cap_slope = (logits / softcap).square_().neg_().add_(1) if softcap is not None and with_slope else None  # one table more
     largest = logits.amax(dim=-1, keepdim=True)  # (n, 1)
     right = logits.gather(-1, target) - largest  # the label's logit, less the largest
     powers = logits.sub_(largest).exp_()  # in the place of the logits
@@ -113,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative, so create_graph=True cannot pass through it: "
                 "use F.cross_entropy(hidden @ weight.T, labels, reduction='sum') there"
             )
-        d_hidden, d_weight = (gradient * d_loss.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        d_hidden, d_weight = (gradient * d_loss for gradient in ctx.saved_tensors)  # a number: their type stays
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         return d_hidden if for_hidden else None, d_weight if for_weight else None, None, None, None, None
 
@@ -165,8 +165,8 @@ def _check(
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating-point type: convert by .to")
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"labels have dtype {labels.dtype}, expected int64 or int32: convert whole numbers with .long()")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
+    if softcap is not None and not 0 < softcap < 1e38:  # what float32 holds
+        raise ValueError(f"softcap={softcap} must be positive and finite, also in float32, or None for no cap")
     if not 0 <= z_loss_coef < math.inf:
         raise ValueError(f"z_loss_coef={z_loss_coef} must be finite and not negative: 1e-4 is usual, 0 is none")
     _check_sizes(chunk_size=chunk_size)

@@ -230,7 +230,10 @@ def training_memory(
     if normed == 2:  # the stream of this block comes out of a product: its norms keep half, and nothing is converted
         further -= 2 * (2 + (3 if config.use_glu else 2)) * N * C
     activations = sum(blocks) + last + config.num_mtp_layers * further
-    logits = min(chunk_size, N) * V * (4 + (width if mixed_precision else 0))
+    places = min(chunk_size, N)
+    logits = places * V * (4 + (width if mixed_precision else 0))
+    # the slope of a cap, or a chunk's gradient of the output layer before it is added
+    logits += max(4 * places * V * (config.final_logit_softcapping is not None), 2 * V * C * mixed_precision)
     held = (1 + config.num_mtp_layers) * width * (N + V) * C + (4 - width) * V * C  # summed in float32, then converted
     return TrainingMemory(4 * count.total + copies, 4 * count.total, 8 * count.total, activations, logits + held)
 

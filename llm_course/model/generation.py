@@ -131,7 +131,7 @@ def sample(
     logits: Tensor, *, temperature: float = 1.0, seen: Tensor | None = None, generator: torch.Generator | None = None,
     **filters: Unpack[Filters],
 ) -> Tensor:  # fmt: skip
-    """Choose a token in each row of `logits` (B, V); returns int64 (B,). Options and errors as in `token_probabilities`.
+    """Choose a token in each row of `logits` (B, V), in float32; returns int64 (B,). Options and errors: `token_probabilities`.
 
     With a `generator`, which must be of the logits' device, the choice can be repeated.
     """
@@ -187,6 +187,8 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The mask of the prompts, bool (B, T); ValueError where a prompt is empty or padded on the right."""
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, T) with at least one token")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids have dtype {input_ids.dtype}, expected int64 or int32: what a tokenizer returns")
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     if attention_mask.is_floating_point():  # PyTorch's additive masks have 0 where a token is
@@ -253,6 +255,7 @@ def generate_tokens(
     """
     mask, V = _check_prompts(input_ids, attention_mask), model.config.vocab_size
     assert V is not None  # DecoderModel has checked it
+    (max_new_tokens,) = _whole("[max_new_tokens]", [max_new_tokens])
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     _check_sampling(temperature=temperature, **filters)
@@ -289,7 +292,7 @@ def generate(
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")
     mask = _check_prompts(input_ids, attention_mask).repeat_interleave(num_return_sequences, dim=0)
-    input_ids = input_ids.repeat_interleave(num_return_sequences, dim=0)
+    input_ids = input_ids.long().repeat_interleave(num_return_sequences, dim=0)
     tokens = generate_tokens(
         model, input_ids, max_new_tokens=max_new_tokens, temperature=temperature, attention_mask=mask,
         stop_token_ids=stop_token_ids, pad_token_id=pad_token_id, generator=generator, **filters,

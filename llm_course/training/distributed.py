@@ -8,8 +8,10 @@ __all__ = ['DistributedManager', 'launch']
 # %% ../../nbs/15_distributed.ipynb #e472ddd9
 import gc
 import os
+import pickle
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -173,30 +175,47 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
 
     `function` must be importable, and what it takes and returns picklable; it must return no tensor, whose memory ends with
     its process. SIGINT and SIGTERM are handed on to all. When one process fails the others are ended and its error is raised
-    here; a RuntimeError, which may be the echo of another's end, as the text of a new one.
+    here; a RuntimeError, which may be the echo of another's end, as the text of a new one, and an error that pickle cannot
+    rebuild as an Exception with its words. Raises ValueError for a `world_size` below 1, and RuntimeError in another thread than
+    the main one, and where the first process ends without an answer.
     """
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be at least 1: how many processes to start")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("launch must be called in the main thread: it hands signals on, and Python delivers them to no other")
     results = mp.get_context("spawn").SimpleQueue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = mp.spawn(_run, (function, world_size, port, results, arguments), nprocs=world_size, join=False)
-    with _forwarded_to(processes.pids()):
-        said: list[Any] = []
-        try:
+    said: list[tuple[int, Any]] = []  # rank, and its result or error
+
+    def listen() -> None:
+        while not results.empty():
+            said.append(results.get())
+
+    try:
+        with _forwarded_to(processes.pids()):
             while not processes.join(timeout=0.2, grace_period=5):
-                said += [results.get()] if not results.empty() else []  # a child waits until its result is read
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as ended:
-            while not results.empty():
-                said.append(results.get())
-            # what a process refused itself tells more than that its partner then lost the connection, a RuntimeError
-            errors = [value for value in said if isinstance(value, Exception)]
-            refusals = [error for error in errors if not isinstance(error, RuntimeError)]
-            first = f"\nThe first error: {errors[0]}" if errors else ""  # an echo comes later
-            raise (refusals[0] if refusals else RuntimeError(f"a training process ended: {ended}{first}")) from None
-    value = said[0] if said else results.get()
-    if isinstance(value, BaseException):  # Ctrl-C, or an exit, after which a process ends in silence
-        raise value
-    return value
+                listen()  # a child waits until its result is read
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as ended:
+        listen()
+        # what a process refused itself tells more than that its partner then lost the connection, a RuntimeError
+        errors = [value for _, value in said if isinstance(value, Exception)]
+        refusals = [error for error in errors if not isinstance(error, RuntimeError)]
+        first = f"\nThe first error: {errors[0]}" if errors else ""  # an echo comes later
+        raise (refusals[0] if refusals else RuntimeError(f"a training process ended: {ended}{first}")) from None
+    finally:  # an answer that cannot be read ends here too, and nobody is left behind
+        for process in processes.processes:
+            process.terminate()
+    listen()
+    for rank, value in said:  # a process ends in silence after Ctrl-C and after an exit
+        if isinstance(value, KeyboardInterrupt) or (rank == 0 and isinstance(value, SystemExit)):
+            raise value
+    answers = [value for rank, value in said if rank == 0]
+    if not answers:
+        raise RuntimeError("the first process ended without an answer, and without an error: does it call os._exit?")
+    return answers[0]
 
 
 def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
@@ -209,11 +228,19 @@ def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, re
     try:
         result = function(*arguments)
     except BaseException as error:
-        results.put(error)
+        results.put((rank, _sendable(error)))
         raise
     if rank == 0:
-        results.put(result)
+        results.put((rank, result))
     gc.collect()  # FSDP's modules are cycles: where they outlive the interpreter, a thread of gloo may abort the process
+
+
+def _sendable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # its class asks for other arguments than its words, for example
+        return Exception(f"{type(error).__name__}: {error}")
+    return error
 
 
 @contextmanager
