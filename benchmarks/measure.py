@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers", "litgpt") if find_spec(name)},
     }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from benchmarks.measure import plot_path
 
 FOLDER = Path(__file__).parent
+VERSIONS = ("python", "torch", "transformers", "litgpt", "tokenizers")
 INTRODUCTION = """# Results
 
 Each figure is a ratio against a peer that was measured in the same run, in turns; the median of several. More is better: 1.20
@@ -16,13 +17,15 @@ the ratio reaches it; where none was set for this kind of machine, none is shown
 def write_report(tables: dict) -> None:
     text = [INTRODUCTION]
     for title, modules in tables.items():
-        newest = max(modules.values(), key=lambda found: found["date"])
-        machine = newest["machine"]
-        versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "transformers", "tokenizers"))
+        machine: dict[str, str] = {}  # the newest value of each
+        for found in sorted(modules.values(), key=lambda found: found["date"]):
+            machine |= found["machine"]
+        versions = ", ".join(f"{name} {machine[name]}" for name in VERSIONS if name in machine)
         text.append(
             f"\n## {title}\n\n{machine['threads']} threads on {machine['cores']} cores, {machine['instructions']}; {versions}."
         )
-        best = {name: max(found["ceilings"][name] for found in modules.values()) for name in newest["ceilings"]}
+        limits_of_all = [found["ceilings"] for found in modules.values()]
+        best = {name: max(limits[name] for limits in limits_of_all) for name in limits_of_all[0]}
         limits = ", ".join(f"{name} {value:.0f} {'GB/s' if 'read' in name else 'GFLOP/s'}" for name, value in best.items())
         text.append(f"Ceilings, the best of all runs: {limits}.\n")
         text.append("| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |")
