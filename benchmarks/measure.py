@@ -1,10 +1,10 @@
 """What all benchmarks share: rows, timing that alternates between the candidates, and the machine with its limits."""
 
 import importlib
+import math
 import os
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,17 +38,24 @@ class Row:
 
 
 def alternate(candidates: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 1) -> dict[str, float]:
-    """The median seconds of each candidate. They take turns, so a slow minute of the machine is everybody's."""
+    """The median seconds of each candidate. They take turns, and what slows a whole round down is taken out of it.
+
+    For the latter one step of Tukey's median polish: a round counts as slow by the median, over the candidates, of how far each
+    is above its own median (in logarithms). So two candidates are compared within a round first, and between rounds after that.
+    """
     for function in candidates.values():
         for _ in range(warmup):
             function()
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    logs = torch.empty(rounds, len(candidates), dtype=torch.float64)
+    columns = {name: column for column, name in enumerate(sorted(candidates))}
     for index in range(rounds):
         for name in sorted(candidates, reverse=bool(index % 2)):
             start = time.perf_counter()
             candidates[name]()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+            logs[index, columns[name]] = math.log(time.perf_counter() - start)
+    slow = (logs - logs.quantile(0.5, dim=0)).quantile(0.5, dim=1, keepdim=True)  # (rounds, 1)
+    medians = (logs - slow).quantile(0.5, dim=0).exp()
+    return {name: medians[column].item() for name, column in columns.items()}
 
 
 def cpu_kind() -> str:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -106,10 +107,11 @@ _FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 def verify(path: str | Path) -> None:
     """Compare every file with the manifest; ValueError names the first that differs."""
-    for name, expected in _manifest(Path(path))["files"].items():
-        file = Path(path) / name
+    files = _manifest(Path(path))["files"]
+    for file, hashed in _hashed_together(Path(path) / name for name in files):
+        expected = files[file.name]
         try:
-            size, sha256 = file.stat().st_size, _sha256(file)
+            size, sha256 = file.stat().st_size, hashed.result()
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error}") from None
         if size != expected["size"]:
@@ -128,6 +130,11 @@ def _manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a checkpoint: its manifest.json cannot be read ({error!r})") from None
     return manifest
+
+
+def _hashed_together(paths: Iterable[Path]) -> list[tuple[Path, Future[str]]]:
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run: a core for each file
+        return [(path, pool.submit(_sha256, path)) for path in paths]
 
 
 def _sha256(path: Path) -> str:
@@ -176,7 +183,8 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     for name in ("model", "optimizer"):  # safetensors writes for the owner alone: who may read state.json may read these
         with suppress(OSError):  # there are disks without permissions
             shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
-    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+    hashed = _hashed_together(sorted(folder.iterdir()))
+    files = {path.name: {"size": path.stat().st_size, "sha256": sha256.result()} for path, sha256 in hashed}
     measured = state.get("state", {}).get("validated_step", step) == step  # else the metrics are of earlier weights
     manifest = {"step": step, "metrics": state.get("metrics", {}) if measured else {}, "files": files}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -196,11 +204,8 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 def _checkpoints(folder: Path) -> list[Path]:
     """What was given its name, oldest first: by step, whatever the clock says."""
     found = [*folder.glob(".former_*/step_*"), *folder.glob("step_*")]
-    return sorted((path for path in found if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()), key=_step)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    ours = (path for path in found if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    return sorted(ours, key=lambda path: int(path.name.removeprefix("step_")))
 
 # %% ../../nbs/18_checkpointing.ipynb #51e8d7a5
 def _remove(path: Path) -> None:
@@ -250,14 +255,9 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        keep_last: int = 2,
-        best_metric: str | None = None,
-        best_mode: str = "min",
+        self, folder: str | Path, *, keep_last: int = 2, best_metric: str | None = None, best_mode: str = "min",
         logger: Logger | None = None,
-    ):
+    ):  # fmt: skip
         if keep_last < 1 or best_mode not in ("min", "max"):
             raise ValueError(f"keep_last={keep_last} must be at least 1 and best_mode={best_mode!r} min or max")
         self.folder, self.keep_last = Path(folder), keep_last

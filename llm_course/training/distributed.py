@@ -6,9 +6,9 @@
 __all__ = ['DistributedManager', 'launch']
 
 # %% ../../nbs/15_distributed.ipynb #e472ddd9
+import copy
 import gc
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -237,7 +237,7 @@ def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, re
 
 def _sendable(error: BaseException) -> BaseException:
     try:
-        pickle.loads(pickle.dumps(error))
+        copy.copy(error)  # as unpickling will: its class is called with its words
     except Exception:  # its class asks for other arguments than its words, for example
         return Exception(f"{type(error).__name__}: {error}")
     return error
