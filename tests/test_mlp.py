@@ -289,6 +289,23 @@ def test_wrong_last_dimension(use_glu, shape):
         MLP(4, 8, use_glu=use_glu)(torch.randn(shape))
 
 
+@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", None])
+def test_swiglu_differentiates_as_pytorch_does(frozen):
+    torch.manual_seed(0)
+    mlp = random_mlp(6, 10, use_glu=True).double()
+    if frozen:
+        getattr(mlp, frozen).requires_grad_(False)
+    trained, x = [p for p in mlp.parameters() if p.requires_grad], torch.randn(4, 6, dtype=torch.float64)
+    direction = torch.randn(3, 4, dtype=torch.float64).T[:, [0, 1, 2, 0, 1, 2]]  # a gradient that is not contiguous
+
+    def derivatives(y: torch.Tensor) -> list[torch.Tensor]:
+        first = torch.autograd.grad(y, trained, direction, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(d.square().sum() for d in first), trained)]
+
+    expected = mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    assert_close(derivatives(mlp(x)), derivatives(expected))
+
+
 @GATED
 def test_compiles_without_a_graph_break(use_glu):
     torch.manual_seed(0)

@@ -166,9 +166,9 @@ def _block_activations(
         if mixed_precision and on_bf16_cpu and T <= _LONGEST_PRODUCTS:
             factors += H * T  # the weights
             stream -= H
-    gate = 2 if config.use_glu else 0  # the gate after its bend, and the product
     bend_input = config.activation != "relu"  # the slope of relu can be read off its output
-    neurons = 1 + gate + bend_input
+    neurons = 1 + bend_input + (2 if config.use_glu else 0)  # with a gate also up and the gate after its bend
+    neurons -= config.use_glu and config.activation in (None, "silu")  # bent once more in backward
     inputs = (2 if mixed_precision and config.use_glu else 1) * C
     if use_moe:
         stream += C + 3 * E  # what the router reads, and its scores

@@ -8,20 +8,46 @@ __all__ = ['MLP']
 # %% ../../nbs/06_mlp.ipynb #90f8a6d0
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .embedding import _check_sizes
 from .linear import Linear
 
-# %% ../../nbs/06_mlp.ipynb #20ebc43c
+# %% ../../nbs/06_mlp.ipynb #133f3e3f
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu,
 }  # fmt: skip
 
 
+class _SwiGLU(torch.autograd.Function):
+    """SiLU(gate) * up for training on a CPU: keeps these two, where autograd keeps SiLU(gate) as well."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            s = gate.sigmoid()
+            return grad * up * (s + gate * s * (1 - s)), grad * gate * s
+        return torch.ops.aten.silu_backward(grad, gate).mul_(up), F.silu(gate).mul_(grad)
+
+
+def _gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """f(gate) * up, all (..., F)."""
+    trains = gate.requires_grad and up.requires_grad and gate.dtype == up.dtype and not torch.compiler.is_compiling()
+    if activation == "silu" and gate.device.type == "cpu" and trains:
+        return _SwiGLU.apply(gate, up)
+    return _ACTIVATIONS[activation](gate) * up
+
+# %% ../../nbs/06_mlp.ipynb #20ebc43c
 class MLP(nn.Module):
     """The feed-forward layer, for each token alone: down(f(gate(x)) * up(x)) with `use_glu`, else down(f(up(x))).
 
@@ -57,11 +83,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1:] != (self.hidden_size,):
             raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., {self.hidden_size}), the last size being hidden_size")
-        bend = _ACTIVATIONS[self.activation]
         if self.gate_proj is None:
-            hidden = bend(self.up_proj(x))  # (..., C) -> (..., F)
+            hidden = _ACTIVATIONS[self.activation](self.up_proj(x))  # (..., C) -> (..., F)
         else:
-            hidden = bend(self.gate_proj(x)) * self.up_proj(x)  # (..., C) -> (..., F)
+            hidden = _gated(self.activation, self.gate_proj(x), self.up_proj(x))  # (..., C) -> (..., F)
         return self.dropout(self.down_proj(hidden))  # (..., F) -> (..., C)
 
     def extra_repr(self) -> str:

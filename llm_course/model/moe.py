@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from .embedding import _check_sizes
-from .mlp import _ACTIVATIONS, MLP
+from .mlp import _ACTIVATIONS, MLP, _gated
 
 # %% ../../nbs/07_moe.ipynb #27965a16
 def _rounded(x: Tensor, size: int) -> int:
@@ -135,12 +135,11 @@ class Experts(nn.Module):
             raise ValueError(f"counts is {counts.dtype} of shape {tuple(counts.shape)}, expected {E} whole numbers")
         if _autocast_is_on(x) and x.dtype != torch.float64:  # the rule of nn.Linear
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        bend = _ACTIVATIONS[self.activation]
         hidden = _grouped_linear(x, self.up_proj, counts)  # (M, C) -> (M, F)
         if self.gate_proj is None:
-            hidden = bend(hidden)
+            hidden = _ACTIVATIONS[self.activation](hidden)
         else:
-            hidden = bend(_grouped_linear(x, self.gate_proj, counts)) * hidden
+            hidden = _gated(self.activation, _grouped_linear(x, self.gate_proj, counts), hidden)
         return _grouped_linear(hidden, self.down_proj, counts)  # (M, F) -> (M, C)
 
     def extra_repr(self) -> str:
