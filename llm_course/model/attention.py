@@ -149,7 +149,7 @@ def _attention_of_one_query(
 ) -> Tensor:  # fmt: skip
     """The same where T = 1, as sums that a compiler turns into loops; in float32 inside.
 
-    It always takes shared heads, and a single query on a single key sees it, so the last two flags change nothing.
+    It always takes shared heads, and `is_causal` comes only with T = S = 1, where it hides nothing: both flags change nothing.
     """
     (B, H, _, D), (K, S) = q.shape, k.shape[1:3]
     wide = torch.promote_types(v.dtype, torch.float32)
