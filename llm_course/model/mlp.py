@@ -34,7 +34,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative
+        if torch.is_grad_enabled():  # with create_graph=True, for a second derivative
             s = gate.sigmoid()
             return grad * up * (s + gate * s * (1 - s)), grad * gate * s
         return torch.ops.aten.silu_backward(grad, gate).mul_(up), F.silu(gate).mul_(grad)
