@@ -201,8 +201,8 @@ def training_memory(
     `mixed_precision` is autocast to bfloat16; weights, gradients and moments are float32. `on_bf16_cpu`: on a CPU that multiplies
     bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter 5). `activation_checkpointing` keeps the
     input of each block, and the rest of one block. Activations agree with what autograd keeps on a CPU to 5 % (without dropout);
-    compilation keeps less, and norms and SwiGLU elsewhere keep more. Not counted: the allocator's gaps, workspace of kernels, replicas
-    of distributed training.
+    compilation keeps less, and norms and SwiGLU elsewhere keep more. Not counted: the allocator's gaps, workspace of kernels,
+    replicas of distributed training.
     Raises ValueError for sizes that are no whole numbers of at least 1, and for a length that the model cannot see.
     Source: Rajbhandari et al. 2020, "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
