@@ -6,15 +6,20 @@ from pathlib import Path
 
 _settings = configparser.ConfigParser()
 _settings.read(Path(__file__).with_name("settings.ini"), encoding="utf-8")
-# nbdev does not run cells that begin with `#| eval: false` or with one of these flags, as in `#| slow`.
-_skipped = re.compile(rf"^#\|\s*(eval:\s*false|{'|'.join(_settings['DEFAULT']['tst_flags'].split())})\s*$", re.M | re.I)
+# nbdev does not run cells that begin with `#| eval: false` or with one of these flags, as in `#|
+# slow`.
+_skipped = re.compile(
+    rf"^#\|\s*(eval:\s*false|{'|'.join(_settings['DEFAULT']['tst_flags'].split())})\s*$",
+    re.M | re.I,
+)
 
 
 def pytest_itemcollected(item):
     cell = getattr(item, "cell", None)  # only nbval's items have one
     if cell is None:
         return
-    if cell.execution_count is None:  # nbdev_clean takes the count out; nbval reads None as "never executed"
+    # nbdev_clean takes the count out; nbval reads None as "never executed"
+    if cell.execution_count is None:
         cell.execution_count = 0
     if _skipped.search(cell.source):
         item.options["skip"] = True

@@ -1,4 +1,6 @@
-"""What the engine, its checkpoints and its processes cost beside the bare loop, `torch.save` and one process."""
+"""What the engine, its checkpoints and its processes cost beside the bare loop, `torch.save` and
+one process.
+"""
 
 import statistics
 import tempfile
@@ -18,7 +20,14 @@ from benchmarks.training import step_of
 from llm_course.text.data import BaseDataModule
 from llm_course.training.callbacks import MetricsLogger, TensorBoardLogger
 from llm_course.training.checkpointing import Checkpointer, CheckpointManager, load_checkpoint
-from llm_course.training.config import Config, DataConfig, DistributedConfig, LoggingConfig, OptimizationConfig, TrainingConfig
+from llm_course.training.config import (
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LoggingConfig,
+    OptimizationConfig,
+    TrainingConfig,
+)
 from llm_course.training.distributed import DistributedManager, launch
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.monitoring import PerformanceMonitor, RandomTokens
@@ -38,7 +47,8 @@ class Alternately(Callback):
     """Takes a step of the bare loop after each step of the engine, and the seconds of both."""
 
     def __init__(self, bare: Callable[[], object]) -> None:
-        self.bare, self.start = bare, 0.0
+        self.bare = bare
+        self.start = 0.0
         self.engine_seconds: list[float] = []
         self.bare_seconds: list[float] = []
         self.checkpoint_seconds = 0.0
@@ -50,17 +60,23 @@ class Alternately(Callback):
         self.start = time.perf_counter()
         self.bare_seconds.append(self.start - end)
 
-    def on_train_end(self, engine: TrainingEngine) -> None:  # the Checkpointer stands before this one, and has saved
+    # the Checkpointer stands before this one, and has saved
+    def on_train_end(self, engine: TrainingEngine) -> None:
         self.checkpoint_seconds = time.perf_counter() - self.start
 
 
 def whole_engine(shape: str) -> tuple[float, float]:
-    """Milliseconds of a step with loader, metrics, TensorBoard, speed, a checkpoint every 500 steps; and those of a bare one."""
-    (B, T), steps = BATCH[shape], STEPS[shape]
+    """Milliseconds of a step with loader, metrics, TensorBoard, speed, a checkpoint every 500
+    steps; and those of a bare one.
+    """
+    (B, T) = BATCH[shape]
+    steps = STEPS[shape]
     config = Config(
         model=SHAPES[shape],
         data=DataConfig(sequence_length=T, vocab_size=4096),
-        training=TrainingConfig(batch_size=B, max_steps=steps, eval_interval=10**9, device="cpu", precision="fp32"),
+        training=TrainingConfig(
+            batch_size=B, max_steps=steps, eval_interval=10**9, device="cpu", precision="fp32"
+        ),
         optimization=OptimizationConfig(schedule="constant", warmup_steps=0),
         logging=LoggingConfig(progress=False),
     )
@@ -69,10 +85,21 @@ def whole_engine(shape: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpointer = Checkpointer(CheckpointManager(folder / "checkpoints"), save_interval=500)
-        watchers = [PerformanceMonitor(), MetricsLogger(folder), TensorBoardLogger(folder), checkpointer, both]
-        TrainingEngine(config, Task(config), RandomTokens(config, num_batches=steps), watchers).run()
+        watchers = [
+            PerformanceMonitor(),
+            MetricsLogger(folder),
+            TensorBoardLogger(folder),
+            checkpointer,
+            both,
+        ]
+        TrainingEngine(
+            config, Task(config), RandomTokens(config, num_batches=steps), watchers
+        ).run()
     # the first step warms up, and the last one validates, which the bare step does not
-    engine, bare = (1e3 * statistics.median(seconds[1:-1]) for seconds in (both.engine_seconds, both.bare_seconds))
+    engine, bare = (
+        1e3 * statistics.median(seconds[1:-1])
+        for seconds in (both.engine_seconds, both.bare_seconds)
+    )
     return engine + 1e3 * both.checkpoint_seconds / 500, bare
 
 
@@ -91,7 +118,8 @@ def one_process() -> float:
 
 def time_steps(model: nn.Module, batch_size: int, *, steps: int = 5) -> float:
     loss_of = loss_on(*batch_of(SMALL.vocab_size or 0, batch_size, BATCH["small"][1]))
-    step, seconds = step_of(model, loss_of, bf16=False, compiled=False), []
+    step = step_of(model, loss_of, bf16=False, compiled=False)
+    seconds = []
     step()
     for _ in range(steps):
         if dist.is_initialized():
@@ -103,14 +131,19 @@ def time_steps(model: nn.Module, batch_size: int, *, steps: int = 5) -> float:
 
 
 def checkpoint_rows(*, full: bool) -> Iterator[Row]:
-    """Ours verifies: hashes while writing and while reading, and waits for the disk. `torch.save` does neither."""
+    """Ours verifies: hashes while writing and while reading, and waits for the disk. `torch.save`
+    does neither.
+    """
     model = ours(SMALL)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long)).loss_sum.backward()
+    model(
+        torch.zeros(1, 8, dtype=torch.long), labels=torch.zeros(1, 8, dtype=torch.long)
+    ).loss_sum.backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"step": 1}}
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        manager, step = CheckpointManager(Path(folder, "ours"), keep_last=1), iter(range(1, 10**6))
+        manager = CheckpointManager(Path(folder, "ours"), keep_last=1)
+        step = iter(range(1, 10**6))
         rounds = 15 if full else 7
         saved = alternate(
             {
@@ -122,7 +155,11 @@ def checkpoint_rows(*, full: bool) -> Iterator[Row]:
         path = manager.latest()
         assert path is not None
         loaded = alternate(
-            {"ours": lambda: load_checkpoint(path), "theirs": lambda: torch.load(Path(folder, "theirs.pt"))}, rounds=rounds
+            {
+                "ours": lambda: load_checkpoint(path),
+                "theirs": lambda: torch.load(Path(folder, "theirs.pt")),
+            },
+            rounds=rounds,
         )
     size = f"{3 * sum(p.nbytes for p in model.parameters()) / 1e6:.0f} MB"
     for what, seconds, peer in (("save", saved, "torch.save"), ("load", loaded, "torch.load")):
@@ -132,11 +169,20 @@ def checkpoint_rows(*, full: bool) -> Iterator[Row]:
 
 def rows(*, full: bool) -> Iterator[Row]:
     for shape in ("tiny", "small"):
-        yield Row(f"whole engine, a step, {shape}", "the bare step on one batch", *whole_engine(shape), goals=(0.97, 0.97))
+        yield Row(
+            f"whole engine, a step, {shape}",
+            "the bare step on one batch",
+            *whole_engine(shape),
+            goals=(0.97, 0.97),
+        )
     yield from checkpoint_rows(full=full)
-    ddp, single = [], []
+    ddp = []
+    single = []
     for _ in range(3):
         ddp.append(launch(two_processes, 2))
         single.append(launch(one_process, 1))
-    what, peer = "DDP, two processes of one thread, a step, small", "one process of two threads"
-    yield Row(what, peer, 1e3 * statistics.median(ddp), 1e3 * statistics.median(single), goals=(1.0, 0.9))
+    what = "DDP, two processes of one thread, a step, small"
+    peer = "one process of two threads"
+    yield Row(
+        what, peer, 1e3 * statistics.median(ddp), 1e3 * statistics.median(single), goals=(1.0, 0.9)
+    )

@@ -1,4 +1,6 @@
-"""A mixture of experts, forward and backward, beside Hugging Face's Mixtral and beside a dense layer of equal active size."""
+"""A mixture of experts, forward and backward, beside Hugging Face's Mixtral and beside a dense
+layer of equal active size.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -10,11 +12,16 @@ from benchmarks.measure import BF16, Row, alternate, cpu_kind
 from llm_course.model.mlp import MLP
 from llm_course.model.moe import MoE
 
-C, F, N, TOP_K = 384, 1024, 4096, 2
+C = 384
+F = 1024
+N = 4096
+TOP_K = 2
 
 
 def both_ways(layer: nn.Module, *, bf16: bool) -> Callable[[], None]:
-    """Forward and backward of new tokens each time, as in training: the experts' loads are never the same twice."""
+    """Forward and backward of new tokens each time, as in training: the experts' loads are never
+    the same twice.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def run() -> None:
@@ -33,13 +40,17 @@ def mixtral(layer: MoE, implementation: str) -> nn.Module:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     E = layer.gate.weight.shape[0]
-    config = MixtralConfig(hidden_size=C, intermediate_size=F, num_local_experts=E, num_experts_per_tok=TOP_K)
+    config = MixtralConfig(
+        hidden_size=C, intermediate_size=F, num_local_experts=E, num_experts_per_tok=TOP_K
+    )
     config._experts_implementation = implementation
     block = MixtralSparseMoeBlock(config)
     assert layer.experts.gate_proj is not None
     with torch.no_grad():
         block.gate.weight.copy_(layer.gate.weight)
-        block.experts.gate_up_proj.copy_(torch.cat((layer.experts.gate_proj, layer.experts.up_proj), dim=1))
+        block.experts.gate_up_proj.copy_(
+            torch.cat((layer.experts.gate_proj, layer.experts.up_proj), dim=1)
+        )
         block.experts.down_proj.copy_(layer.experts.down_proj)
     return block
 
@@ -59,9 +70,17 @@ def rows(*, full: bool) -> Iterator[Row]:
             block = mixtral(layer, implementation)
             torch.testing.assert_close(block(x), layer(x)[0], rtol=1e-4, atol=1e-4)
             runs[implementation] = both_ways(block, bf16=bf16)
-        seconds = {name: 1e3 * value for name, value in alternate(runs, rounds=15 if full else 9).items()}
+        seconds = {
+            name: 1e3 * value for name, value in alternate(runs, rounds=15 if full else 9).items()
+        }
         what = f"MoE layer, {E} experts, top {TOP_K}, forward and backward, {mode}"
         best = min(set(seconds) - {"ours", "dense"}, key=seconds.__getitem__)
-        yield Row(what, f"HF Mixtral, the better one ({best})", seconds["ours"], seconds[best], goals=(beside_peer,) * 2)
+        yield Row(
+            what,
+            f"HF Mixtral, the better one ({best})",
+            seconds["ours"],
+            seconds[best],
+            goals=(beside_peer,) * 2,
+        )
         dense_peer = "a dense layer of equal active size"
         yield Row(what, dense_peer, seconds["ours"], seconds["dense"], goals=(beside_dense,) * 2)

@@ -1,4 +1,6 @@
-"""A training step beside litgpt's GPT with the same weights; by name, in an environment without transformers: see README.md."""
+"""A training step beside litgpt's GPT with the same weights; by name, in an environment without
+transformers: see README.md.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,13 +23,22 @@ def lit_gpt(model: DecoderModel) -> nn.Module:
     config = model.config
     peer = GPT(
         Config(
-            block_size=config.max_position_embeddings, padded_vocab_size=config.vocab_size, n_layer=config.num_layers,
-            n_embd=config.hidden_size, n_head=config.num_heads, n_query_groups=config.num_kv_heads or config.num_heads,
-            intermediate_size=config.intermediate_size, mlp_class_name="LLaMAMLP", norm_class_name="RMSNorm",
-            norm_eps=config.rms_norm_eps, rotary_percentage=1.0, rope_base=int(config.rope_theta), bias=False,
+            block_size=config.max_position_embeddings,
+            padded_vocab_size=config.vocab_size,
+            n_layer=config.num_layers,
+            n_embd=config.hidden_size,
+            n_head=config.num_heads,
+            n_query_groups=config.num_kv_heads or config.num_heads,
+            intermediate_size=config.intermediate_size,
+            mlp_class_name="LLaMAMLP",
+            norm_class_name="RMSNorm",
+            norm_eps=config.rms_norm_eps,
+            rotary_percentage=1.0,
+            rope_base=int(config.rope_theta),
+            bias=False,
             parallel_residual=False,
         )
-    )  # fmt: skip
+    )
     weights: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         saved = load_file(Path(save_pretrained(model, f"{folder}/model")) / "model.safetensors")

@@ -1,4 +1,6 @@
-"""What all benchmarks share: rows, timing that alternates between the candidates, and the machine with its limits."""
+"""What all benchmarks share: rows, timing that alternates between the candidates, and the machine
+with its limits.
+"""
 
 import importlib
 import math
@@ -16,12 +18,15 @@ from typing import Any
 
 import torch
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 
 
 @dataclass
 class Row:
-    """One line of the table: `ours` and `theirs` are costs in `unit`, so the ratio is theirs / ours and more is better."""
+    """One line of the table: `ours` and `theirs` are costs in `unit`, so the ratio is theirs / ours
+    and more is better.
+    """
 
     what: str
     peer: str
@@ -37,11 +42,15 @@ class Row:
         return self.theirs / self.ours
 
 
-def alternate(candidates: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 1) -> dict[str, float]:
-    """The median seconds of each candidate. They take turns, and what slows a whole round down is taken out of it.
+def alternate(
+    candidates: dict[str, Callable[[], object]], *, rounds: int, warmup: int = 1
+) -> dict[str, float]:
+    """The median seconds of each candidate. They take turns, and what slows a whole round down is
+    taken out of it.
 
-    For the latter one step of Tukey's median polish: a round counts as slow by the median, over the candidates, of how far each
-    is above its own median (in logarithms). So two candidates are compared within a round first, and between rounds after that.
+    For the latter one step of Tukey's median polish: a round counts as slow by the median, over the
+    candidates, of how far each is above its own median (in logarithms). So two candidates are
+    compared within a round first, and between rounds after that.
     """
     for function in candidates.values():
         for _ in range(warmup):
@@ -70,7 +79,11 @@ def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")  # Linux alone has it
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     told = dict(re.findall(r"^(model name|cpu family)\s*: (.+)$", text, re.MULTILINE))
-    return f"{told['model name']} family {told['cpu family']}" if len(told) == 2 else platform.processor()
+    return (
+        f"{told['model name']} family {told['cpu family']}"
+        if len(told) == 2
+        else platform.processor()
+    )
 
 
 def title() -> str:
@@ -92,13 +105,19 @@ def machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "tokenizers", "litgpt") if find_spec(name)},
+        **{
+            name: version(name)
+            for name in ("torch", "transformers", "tokenizers", "litgpt")
+            if find_spec(name)
+        },
     }
 
 
 def matmul_rate(m: int, n: int, k: int, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
     """The best floating-point operations per second of (m, k) @ (k, n)."""
-    a, b, best = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), float("inf")
+    a = torch.randn(m, k).to(dtype)
+    b = torch.randn(k, n).to(dtype)
+    best = float("inf")
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
@@ -109,7 +128,8 @@ def matmul_rate(m: int, n: int, k: int, dtype: torch.dtype, *, seconds: float = 
 
 def bandwidth(*, seconds: float = 0.5, megabytes: int = 512) -> float:
     """The best bytes per second at which a tensor that no cache can hold is read."""
-    a, best = torch.ones(megabytes * 2**20 // 4), float("inf")
+    a = torch.ones(megabytes * 2**20 // 4)
+    best = float("inf")
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
@@ -120,14 +140,28 @@ def bandwidth(*, seconds: float = 0.5, megabytes: int = 512) -> float:
 
 def ceilings() -> dict[str, float]:
     """The limits that shares refer to: GFLOP/s at the widest product of *small*, GB/s."""
-    rates = {f"{name} products": matmul_rate(4096, 1024, 384, dtype) / 1e9 for name, dtype in (("fp32", FP32), ("bf16", BF16))}
+    rates = {
+        f"{name} products": matmul_rate(4096, 1024, 384, dtype) / 1e9
+        for name, dtype in (("fp32", FP32), ("bf16", BF16))
+    }
     return rates | {"memory read": bandwidth() / 1e9}
 
 
 def measured(name: str, full: bool) -> dict[str, Any]:
-    """The rows of a module of this folder; in a process of its own nothing is there that another has compiled or allocated."""
-    found: dict[str, Any] = {"date": date.today().isoformat(), "machine": machine(), "ceilings": ceilings(), "rows": []}
+    """The rows of a module of this folder; in a process of its own nothing is there that another
+    has compiled or allocated.
+    """
+    found: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "ceilings": ceilings(),
+        "rows": [],
+    }
     for row in importlib.import_module(f"benchmarks.{name}").rows(full=full):
-        print(f"{row.what:64} {row.ours:9.2f} {row.theirs:9.2f} {row.unit:11} x{row.ratio:<8.2f} {row.peer}", flush=True)
+        print(
+            f"{row.what:64} {row.ours:9.2f} {row.theirs:9.2f} {row.unit:11} x{row.ratio:<8.2f}"
+            f" {row.peer}",
+            flush=True,
+        )
         found["rows"].append(asdict(row))
     return found

@@ -16,7 +16,8 @@ VOCAB = 32_768
 
 def peak(way: str) -> float:
     """The most bytes that the process has held."""
-    (B, T), model = BATCH["small"], ours(replace(SMALL, vocab_size=VOCAB))
+    (B, T) = BATCH["small"]
+    model = ours(replace(SMALL, vocab_size=VOCAB))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids, labels = batch_of(VOCAB, B, T)
     if way == "chunked":

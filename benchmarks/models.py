@@ -13,7 +13,13 @@ from llm_course.model.pretrained import save_pretrained
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SMALL = ModelConfig(
-    vocab_size=4096, hidden_size=384, num_layers=6, num_heads=6, num_kv_heads=2, intermediate_size=1024, tie_word_embeddings=False
+    vocab_size=4096,
+    hidden_size=384,
+    num_layers=6,
+    num_heads=6,
+    num_kv_heads=2,
+    intermediate_size=1024,
+    tie_word_embeddings=False,
 )
 TINY = ModelConfig(
     vocab_size=65, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=352, max_position_embeddings=64,

@@ -22,20 +22,37 @@ def write_report(tables: dict) -> None:
             machine |= found["machine"]
         versions = ", ".join(f"{name} {machine[name]}" for name in VERSIONS if name in machine)
         text.append(
-            f"\n## {title}\n\n{machine['threads']} threads on {machine['cores']} cores, {machine['instructions']}; {versions}."
+            f"\n## {title}\n\n{machine['threads']} threads on {machine['cores']} cores,"
+            f" {machine['instructions']}; {versions}."
         )
         limits_of_all = [found["ceilings"] for found in modules.values()]
         best = {name: max(limits[name] for limits in limits_of_all) for name in limits_of_all[0]}
-        limits = ", ".join(f"{name} {value:.0f} {'GB/s' if 'read' in name else 'GFLOP/s'}" for name, value in best.items())
+        limits = ", ".join(
+            f"{name} {value:.0f} {'GB/s' if 'read' in name else 'GFLOP/s'}"
+            for name, value in best.items()
+        )
         text.append(f"Ceilings, the best of all runs: {limits}.\n")
-        text.append("| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |")
+        text.append(
+            "| what | peer | ratio | goal | ours | peer's | unit | of the limit, notes | date |"
+        )
         text.append("|---|---|---|---|---|---|---|---|---|")
         for found in modules.values():
             for row in found["rows"]:
                 goal = _goal(row, machine["kind"])
                 words = "; ".join(word for word in (row["share"], row["note"]) if word)
-                cells = [row["what"], row["peer"], f"**{row['theirs'] / row['ours']:.2f}**", f"{goal:g}" if goal else ""]
-                cells += [f"{row['ours']:.3g}", f"{row['theirs']:.3g}", row["unit"], words, found["date"]]
+                cells = [
+                    row["what"],
+                    row["peer"],
+                    f"**{row['theirs'] / row['ours']:.2f}**",
+                    f"{goal:g}" if goal else "",
+                ]
+                cells += [
+                    f"{row['ours']:.3g}",
+                    f"{row['theirs']:.3g}",
+                    row["unit"],
+                    words,
+                    found["date"],
+                ]
                 text.append("| " + " | ".join(cells) + " |")
         plots = [plot_path(name, title).name for name in modules]
         text += [f"\n![{plot}]({plot})" for plot in plots if (FOLDER / plot).exists()]

@@ -14,7 +14,9 @@ def rows(*, full: bool) -> Iterator[Row]:
     seconds = alternate(
         {
             "import llm_course": lambda: python("-c", "import llm_course"),
-            "llm-course --help": lambda: python("-c", "from llm_course.cli import main; main(['--help'])"),
+            "llm-course --help": lambda: python(
+                "-c", "from llm_course.cli import main; main(['--help'])"
+            ),
             "import torch": lambda: python("-c", "import torch"),
         },
         rounds=9 if full else 5,

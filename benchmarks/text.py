@@ -15,13 +15,16 @@ from llm_course.text.bpe import BYTE_CHARACTERS, count_words
 from llm_course.text.corpus import load_corpus
 from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer
 
-VOCAB, NAIVE_MERGES = 4096, 40
+VOCAB = 4096
+NAIVE_MERGES = 40
 
 
 def recount(text: str, merges: int) -> list[tuple[int, int]]:
     """Byte pair encoding as the paper writes it: count all pairs, merge the best, and again."""
     symbol = {byte: number for number, byte in enumerate(BYTE_CHARACTERS)}
-    words = {tuple(symbol[byte] for byte in word): count for word, count in count_words([text]).items()}
+    words = {
+        tuple(symbol[byte] for byte in word): count for word, count in count_words([text]).items()
+    }
     made: list[tuple[int, int]] = []
     while len(made) < merges:
         pairs: Counter[tuple[int, int]] = Counter()
@@ -29,11 +32,13 @@ def recount(text: str, merges: int) -> list[tuple[int, int]]:
             for pair in pairwise(word):
                 pairs[pair] += count
         most = max(pairs.values())
-        best, new = min(pair for pair, count in pairs.items() if count == most), 256 + len(made)
+        best = min(pair for pair, count in pairs.items() if count == most)
+        new = 256 + len(made)
         made.append(best)
         merged: dict[tuple[int, ...], int] = {}
         for word, count in words.items():
-            symbols, index = [], 0
+            symbols = []
+            index = 0
             while index < len(word):
                 found = word[index : index + 2] == best
                 symbols.append(new if found else word[index])
@@ -45,7 +50,8 @@ def recount(text: str, merges: int) -> list[tuple[int, int]]:
 
 def rows(*, full: bool) -> Iterator[Row]:
     text = "\n\n".join(load_corpus().documents)[:2_000_000]
-    rounds, size = 5 if full else 3, f"{len(text.encode()) / 1e6:.1f} MB"
+    rounds = 5 if full else 3
+    size = f"{len(text.encode()) / 1e6:.1f} MB"
     mine, theirs = (cls.train([text], vocab_size=VOCAB) for cls in (ByteBPETokenizer, BPETokenizer))
     assert mine.to_json() == theirs.to_json() and mine.encode(text) == theirs.encode(text)
     trained = alternate(
@@ -56,7 +62,11 @@ def rows(*, full: bool) -> Iterator[Row]:
         rounds=rounds,
     )
     yield Row(
-        f"BPE from scratch, training on {size}, {VOCAB} entries", "tokenizers (Rust)", **trained, unit="s", goals=(1.0, 1.0)
+        f"BPE from scratch, training on {size}, {VOCAB} entries",
+        "tokenizers (Rust)",
+        **trained,
+        unit="s",
+        goals=(1.0, 1.0),
     )
     start = time.perf_counter()
     assert recount(text, NAIVE_MERGES) == mine.merges[:NAIVE_MERGES]
@@ -74,15 +84,27 @@ def rows(*, full: bool) -> Iterator[Row]:
     )
     blank = mine.to_json()
     encoded = alternate(
-        {"ours": lambda: ByteBPETokenizer.from_json(blank).encode(text), "theirs": lambda: theirs.encode(text)}, rounds=rounds
+        {
+            "ours": lambda: ByteBPETokenizer.from_json(blank).encode(text),
+            "theirs": lambda: theirs.encode(text),
+        },
+        rounds=rounds,
     )
-    yield Row(f"BPE from scratch, encoding one document of {size}", "tokenizers' encode", **encoded, unit="s", goals=(2.0, 2.0))
+    yield Row(
+        f"BPE from scratch, encoding one document of {size}",
+        "tokenizers' encode",
+        **encoded,
+        unit="s",
+        goals=(2.0, 2.0),
+    )
     yield loader_row()
 
 
 def loader_row() -> Row:
     """Seconds that a batch takes to load, and to learn from."""
-    B, T, batches = 16, 256, 200
+    B = 16
+    T = 256
+    batches = 200
     model = ours(SMALL)
     with tempfile.NamedTemporaryFile() as file:
         tokens = np.memmap(file.name, dtype=np.uint16, mode="w+", shape=(2_000_000,))
@@ -104,4 +126,10 @@ def loader_row() -> Row:
     start = time.perf_counter()
     step()
     eating = 1e3 * (time.perf_counter() - start)
-    return Row("data loader, a batch of 16 x 256", "forward and backward of it", 1e3 * loading, eating, goals=(50, 50))
+    return Row(
+        "data loader, a batch of 16 x 256",
+        "forward and backward of it",
+        1e3 * loading,
+        eating,
+        goals=(50, 50),
+    )

@@ -1,4 +1,6 @@
-"""A training step, forward to AdamW, beside Hugging Face's Llama with the same weights on the same batch."""
+"""A training step, forward to AdamW, beside Hugging Face's Llama with the same weights on the same
+batch.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,7 +28,8 @@ class Peer(NamedTuple):
 
     name: str
     like: Callable[[DecoderModel], nn.Module]  # its own model with the weights of ours
-    loss_on: Callable[[Tensor, Tensor], Callable[[nn.Module], Tensor]]  # of ids and labels: gives the mean loss of its model
+    # of ids and labels: gives the mean loss of its model
+    loss_on: Callable[[Tensor, Tensor], Callable[[nn.Module], Tensor]]
     goals: dict[tuple[str, str], tuple[float, float]]
 
 
@@ -35,7 +38,9 @@ def their_loss(ids: Tensor, labels: Tensor) -> Callable[[nn.Module], Tensor]:
     return lambda model: model(input_ids=ids, labels=labels, shift_labels=labels).loss
 
 
-def step_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, bf16: bool, compiled: bool) -> Callable[[], Tensor]:
+def step_of(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, bf16: bool, compiled: bool
+) -> Callable[[], Tensor]:
     """One optimizer step of `model`."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -53,9 +58,14 @@ def step_of(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], *, bf16: b
     return step
 
 
-def candidates(shape: str, modes: dict[str, dict[str, bool]], peer: Peer) -> dict[str, Callable[[], Tensor]]:
-    """Our step and the peer's in each of `modes`, each with a model of its own; equal losses are asserted first."""
-    (B, T), config = BATCH[shape], SHAPES[shape]
+def candidates(
+    shape: str, modes: dict[str, dict[str, bool]], peer: Peer
+) -> dict[str, Callable[[], Tensor]]:
+    """Our step and the peer's in each of `modes`, each with a model of its own; equal losses are
+    asserted first.
+    """
+    (B, T) = BATCH[shape]
+    config = SHAPES[shape]
     assert config.vocab_size is not None
     ids, labels = batch_of(config.vocab_size, B, T)
     steps = {}
@@ -71,22 +81,40 @@ def candidates(shape: str, modes: dict[str, dict[str, bool]], peer: Peer) -> dic
 
 def step_rows(peer: Peer, *, full: bool) -> Iterator[Row]:
     """Both shapes in each mode, and our best beside the peer as it comes."""
-    modes = {"fp32 eager": dict(bf16=False, compiled=False), "fp32 compiled": dict(bf16=False, compiled=True)}
-    if cpu_kind() != "no bf16 instructions":  # elsewhere each product would take a hundred times as long
-        modes |= {"bf16 eager": dict(bf16=True, compiled=False), "bf16 compiled": dict(bf16=True, compiled=True)}
+    modes = {
+        "fp32 eager": dict(bf16=False, compiled=False),
+        "fp32 compiled": dict(bf16=False, compiled=True),
+    }
+    # elsewhere each product would take a hundred times as long
+    if cpu_kind() != "no bf16 instructions":
+        modes |= {
+            "bf16 eager": dict(bf16=True, compiled=False),
+            "bf16 compiled": dict(bf16=True, compiled=True),
+        }
     ceiling = matmul_rate(4096, 1024, 384, BF16 if "bf16 eager" in modes else torch.float32)
     for shape, rounds in (("small", 9 if full else 5), ("tiny", 60)):
         seconds = alternate(candidates(shape, modes, peer), rounds=rounds, warmup=2)
-        flops = flops_per_token(SHAPES[shape], BATCH[shape][1]).training * BATCH[shape][0] * BATCH[shape][1]
+        flops = (
+            flops_per_token(SHAPES[shape], BATCH[shape][1]).training
+            * BATCH[shape][0]
+            * BATCH[shape][1]
+        )
 
         best = min(modes, key=lambda mode: seconds[f"{mode}, ours"])  # noqa: B023
         pairs = [(mode, mode, f"{peer.name}, same mode", mode) for mode in modes]
-        for mode, theirs, beside, goal in [*pairs, (best, "fp32 eager", f"{peer.name}, its default (fp32 eager)", "best")]:
+        for mode, theirs, beside, goal in [
+            *pairs,
+            (best, "fp32 eager", f"{peer.name}, its default (fp32 eager)", "best"),
+        ]:
             mine = seconds[f"{mode}, ours"]
             yield Row(
-                f"training step, {shape}, {mode}", beside, 1e3 * mine, 1e3 * seconds[f"{theirs}, theirs"],
-                goals=peer.goals.get((shape, goal)), share=f"{flops / mine / ceiling:.2f} of the matrix ceiling",
-            )  # fmt: skip
+                f"training step, {shape}, {mode}",
+                beside,
+                1e3 * mine,
+                1e3 * seconds[f"{theirs}, theirs"],
+                goals=peer.goals.get((shape, goal)),
+                share=f"{flops / mine / ceiling:.2f} of the matrix ceiling",
+            )
 
 
 def rows(*, full: bool) -> Iterator[Row]:

@@ -1,7 +1,9 @@
-"""Prove the whole course, one stage after another: `make test`, or `python scripts/check.py lint types` for some.
+"""Prove the whole course, one stage after another: `make test`, or `python scripts/check.py lint
+types` for some.
 
-It stops at the first stage that fails and says what to do about it. The totals in the last line are the sums of what
-the stages' own tools counted: pytest its tests and nbval its cells, nbdev its notebooks, any other command one.
+It stops at the first stage that fails and says what to do about it. The totals in the last line are
+the sums of what the stages' own tools counted: pytest its tests and nbval its cells, nbdev its
+notebooks, any other command one.
 """
 
 import os
@@ -26,13 +28,19 @@ def count_command(output: str, succeeded: bool) -> tuple[int, int]:
 def count_pytest(output: str, succeeded: bool) -> tuple[int, int]:
     """Read pytest's last summary line: `2 failed, 40 passed, 1 skipped in 3.14s`."""
     summaries = re.findall(r"^.*\d+ [a-z]+.* in [\d.]+s.*$", output, re.MULTILINE)
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summaries[-1])} if summaries else {}
+    counts = (
+        {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", summaries[-1])}
+        if summaries
+        else {}
+    )
     failed = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
     return counts.get("passed", 0), failed or int(not succeeded)
 
 
 def count_nbdev(output: str, succeeded: bool) -> tuple[int, int]:
-    """nbdev_test says `- Completed FILE` after every notebook, and at the end names those that failed, indented."""
+    """nbdev_test says `- Completed FILE` after every notebook, and at the end names those that
+    failed, indented.
+    """
     failed = len(re.findall(r"^\t\S+\.ipynb$", output, re.MULTILINE))
     return output.count("- Completed ") - failed, failed or int(not succeeded)
 
@@ -43,7 +51,8 @@ class Stage:
     commands: list[list[str]]
     advice: str
     count: Callable[[str, bool], tuple[int, int]] = count_command
-    unchanged: list[str] = field(default_factory=list)  # files that the commands must leave as they were
+    # files that the commands must leave as they were
+    unchanged: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,25 +60,29 @@ STAGES = [
     Stage(
         "export",
         [["nbdev_export"], ["nbdev_clean"]],
-        "The notebooks are the source: llm_course/ and the clean notebooks are written now; look at `git diff` and keep it.",
+        "The notebooks are the source: llm_course/ and the clean notebooks are written now; look at"
+        " `git diff` and keep it.",
         unchanged=["llm_course/**/*.py", "nbs/**/*.ipynb"],
     ),
     Stage(
         "lint",
         [["ruff", "check", "llm_course", "tests", "scripts", "benchmarks", "nbs"]],
-        "Mend it where it is written: for llm_course/ that is the notebook named in the file's first lines; then `make export`.",
+        "Mend it where it is written: for llm_course/ that is the notebook named in the file's"
+        " first lines; then `make export`.",
     ),
     Stage("types", [["mypy"]], "Mend the signature in the chapter's notebook, then `make export`."),
     Stage(
         "run",
         [["nbdev_test", "--n_workers", WORKERS, "--do_print"]],
-        "A cell raised. Run that notebook from the top in `make lab` until it ends without an error.",
+        "A cell raised. Run that notebook from the top in `make lab` until it ends without an"
+        " error.",
         count_nbdev,
     ),
     Stage(
         "show",
         [[*"pytest -q --nbval --nbval-current-env --dist loadfile -n".split(), WORKERS, "nbs"]],
-        "A page no longer shows what its code gives. If the new output is right, run and save the notebook, then `make export`.",
+        "A page no longer shows what its code gives. If the new output is right, run and save the"
+        " notebook, then `make export`.",
         count_pytest,
     ),
     Stage(
@@ -82,22 +95,32 @@ STAGES = [
 ]
 
 ENVIRONMENT = {
-    "PATH": sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"],  # the tools of this Python, whoever calls
+    # the tools of this Python, whoever calls
+    "PATH": sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"],
     "PYTHONUTF8": "1",
     "PYTHONUNBUFFERED": "1",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     "JUPYTER_PLATFORM_DIRS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",  # the workers share the cores, and a sum does not depend on how many there are
+    # the workers share the cores, and a sum does not depend on how many there are
+    "OMP_NUM_THREADS": "1",
 }
 
 
 def run(command: list[str], env: dict[str, str]) -> tuple[str, bool]:
-    """Run `command` in the repository's root, show its output as it comes, and return it with whether it succeeded."""
+    """Run `command` in the repository's root, show its output as it comes, and return it with
+    whether it succeeded.
+    """
     print("$", *command, flush=True)
     process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
     )
     lines = []
     for line in process.stdout:
@@ -108,7 +131,9 @@ def run(command: list[str], env: dict[str, str]) -> tuple[str, bool]:
 
 def read(patterns: list[str]) -> dict[str, str]:
     return {
-        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for pattern in patterns for path in ROOT.glob(pattern)
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
     }
 
 
@@ -118,22 +143,28 @@ def run_stage(stage: Stage) -> tuple[int, int]:
     for command in stage.commands:
         output, succeeded = run(command, os.environ | stage.env)
         more_passed, more_failed = stage.count(output, succeeded)
-        passed, failed = passed + more_passed, failed + more_failed
+        passed = passed + more_passed
+        failed = failed + more_failed
     after = read(stage.unchanged)
     changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     for name in changed:
         print(f"changed: {name}")
     if stage.unchanged:
-        passed, failed = passed + (not changed), failed + bool(changed)
+        passed = passed + (not changed)
+        failed = failed + bool(changed)
     return passed, failed
 
 
 def main(names: list[str]) -> int:
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown:
-        sys.exit(f"no stage is called {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in STAGES)}")
+        sys.exit(
+            f"no stage is called {', '.join(sorted(unknown))}; there are"
+            f" {', '.join(s.name for s in STAGES)}"
+        )
     os.environ.update(ENVIRONMENT)
-    rows, failed_stage = [], None
+    rows = []
+    failed_stage = None
     for stage in STAGES:
         if names and stage.name not in names:
             continue

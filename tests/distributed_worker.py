@@ -1,4 +1,6 @@
-"""What the processes of the distributed tests run: importable, so that `launch` and torchrun find it."""
+"""What the processes of the distributed tests run: importable, so that `launch` and torchrun find
+it.
+"""
 
 import os
 import signal
@@ -24,10 +26,14 @@ MODEL = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_posi
 
 
 class CopyTask(LanguageModelingTask):
-    """A language model that learns to copy. Rows have unequal numbers of targets, and 45 rows divide by nothing here."""
+    """A language model that learns to copy. Rows have unequal numbers of targets, and 45 rows
+    divide by nothing here.
+    """
 
     def build_data(self) -> BaseDataModule:
-        return SyntheticDataModule(num_examples=50, length=4, batch_size=self.config.training.batch_size)
+        return SyntheticDataModule(
+            num_examples=50, length=4, batch_size=self.config.training.batch_size
+        )
 
     def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
         return super().train_step(model, fewer_targets(batch))
@@ -40,14 +46,18 @@ class CopyTask(LanguageModelingTask):
 
 
 def fewer_targets(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One target only in the rows that begin with an even symbol: which rows these are does not depend on the batch."""
+    """One target only in the rows that begin with an even symbol: which rows these are does not
+    depend on the batch.
+    """
     labels = batch["labels"].clone()
     labels[batch["input_ids"][:, 0] % 2 == 0, :-1] = -100
     return batch | {"labels": labels}
 
 
 class GradientTask(CopyTask):
-    """Plain gradient descent with learning rate 1: what a step adds to the weights is the gradient, exactly."""
+    """Plain gradient descent with learning rate 1: what a step adds to the weights is the gradient,
+    exactly.
+    """
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1.0)
@@ -57,7 +67,14 @@ class GradientTask(CopyTask):
 
 
 def make_config(*, model: dict | None = None, training: dict | None = None, **parts: Any) -> Config:
-    settings = dict(max_steps=8, batch_size=4, eval_interval=4, precision="fp32", device="cpu", max_grad_norm=1e9)
+    settings = dict(
+        max_steps=8,
+        batch_size=4,
+        eval_interval=4,
+        precision="fp32",
+        device="cpu",
+        max_grad_norm=1e9,
+    )
     return Config(
         model=ModelConfig(**(MODEL | (model or {}))),
         training=TrainingConfig(**(settings | (training or {}))),
@@ -70,7 +87,9 @@ class Recorder(Callback):
     """Keeps each step's numbers, and the state after step `at`."""
 
     def __init__(self, at: int = 0):
-        self.at, self.rows, self.state = at, [], None
+        self.at = at
+        self.rows = []
+        self.state = None
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         self.rows.append(dict(metrics))
@@ -88,10 +107,16 @@ def clone(tree: Any) -> Any:
 
 
 def train(
-    config: Config, *, task: type[LanguageModelingTask] = CopyTask, runtime: Runtime | None = None, at: int = 0, state: Any = None
+    config: Config,
+    *,
+    task: type[LanguageModelingTask] = CopyTask,
+    runtime: Runtime | None = None,
+    at: int = 0,
+    state: Any = None,
 ) -> tuple[dict[str, Any], Recorder]:
     """The last state and the record of a run."""
-    recorder, learner = Recorder(at), task(config)
+    recorder = Recorder(at)
+    learner = task(config)
     engine = TrainingEngine(config, learner, learner.build_data(), [recorder], runtime=runtime)
     engine.setup(state)
     engine.run()
@@ -103,7 +128,9 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     if isinstance(one, dict):
         if one.keys() != other.keys():
             return [f"{path}: keys"]
-        return [found for name in one for found in differences(one[name], other[name], f"{path}.{name}")]
+        return [
+            found for name in one for found in differences(one[name], other[name], f"{path}.{name}")
+        ]
     if isinstance(one, (list, tuple)):
         pairs = enumerate(zip(one, other, strict=True))
         return [found for index, pair in pairs for found in differences(*pair, f"{path}.{index}")]
@@ -114,7 +141,8 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
 def resume_differs(config: Config, *, at: int, runtime: Runtime | None = None) -> list[str]:
     """Train without a break, and with one after step `at`: what differs at the end."""
     whole, record = train(config, runtime=runtime, at=at)
-    state = (runtime or Runtime()).gather(record.state)[0]  # as from a file: that of the main process
+    # as from a file: that of the main process
+    state = (runtime or Runtime()).gather(record.state)[0]
     resumed, second = train(config, runtime=runtime, state=state)
     return differences(whole, resumed) + differences(record.rows[at:], second.rows, "rows")
 
@@ -142,14 +170,27 @@ class NeverSyncs(DistributedManager):
 
 
 def held_bytes(runtime: Runtime) -> list[int]:
-    """Bytes of parameters, gradients and moments that each process holds after a step, added up by kind and rank."""
+    """Bytes of parameters, gradients and moments that each process holds after a step, added up by
+    kind and rank.
+    """
     held = []
 
     class Weigh(CopyTask):
         def after_update(self, model: nn.Module, sum_over_ranks: Any) -> None:
-            moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-            parts = (list(model.parameters()), [parameter.grad for parameter in model.parameters()], moments)
-            local = [[getattr(tensor, "_local_tensor", tensor).nbytes for tensor in part] for part in parts]
+            moments = [
+                state[name]
+                for state in self.optimizer.state.values()
+                for name in ("exp_avg", "exp_avg_sq")
+            ]
+            parts = (
+                list(model.parameters()),
+                [parameter.grad for parameter in model.parameters()],
+                moments,
+            )
+            local = [
+                [getattr(tensor, "_local_tensor", tensor).nbytes for tensor in part]
+                for part in parts
+            ]
             held.append([sum(sizes) for sizes in local])
 
         def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -164,7 +205,10 @@ def on_two_ranks() -> dict[str, Any]:
     """Everything that two processes are asked, in one start of them; returns plain values."""
     found: dict[str, Any] = {}
     with DistributedManager(DistributedConfig(world_size=2), device="cpu") as ddp:
-        runtimes = {"ddp": ddp, "fsdp": DistributedManager(DistributedConfig(strategy="fsdp"), device="cpu")}
+        runtimes = {
+            "ddp": ddp,
+            "fsdp": DistributedManager(DistributedConfig(strategy="fsdp"), device="cpu"),
+        }
         for name, runtime in runtimes.items():
             once = dict(max_steps=1, batch_size=4, eval_interval=1)
             state, record = train(make_config(training=once), task=GradientTask, runtime=runtime)
@@ -172,18 +216,30 @@ def on_two_ranks() -> dict[str, Any]:
             twice = once | dict(batch_size=2, gradient_accumulation_steps=2)
             state, _ = train(make_config(training=twice), task=GradientTask, runtime=runtime)
             found[f"{name} accumulated"] = numbers(state["model"])
-            dropout = make_config(model=dict(dropout=0.1), training=dict(gradient_accumulation_steps=2, max_steps=7))
+            dropout = make_config(
+                model=dict(dropout=0.1), training=dict(gradient_accumulation_steps=2, max_steps=7)
+            )
             found[f"{name} resume"] = resume_differs(dropout, at=4, runtime=runtime)
             found[f"{name} held"] = held_bytes(runtime)
         # Everything that saves memory at once. The moments' place does not change what is computed.
-        saving = DistributedManager(DistributedConfig(strategy="fsdp", cpu_offload=True), device="cpu")
+        saving = DistributedManager(
+            DistributedConfig(strategy="fsdp", cpu_offload=True), device="cpu"
+        )
         frugal = dict(activation_checkpointing=True)
         state, _ = train(make_config(training=once | frugal), task=GradientTask, runtime=saving)
         found["frugal step"] = numbers(state["model"])
         dropout = make_config(model=dict(dropout=0.1), training=frugal | dict(max_steps=4))
         found["frugal resume"] = resume_differs(dropout, at=2, runtime=saving)
-        state, record = train(make_config(training=once | dict(precision="bf16")), task=GradientTask, runtime=runtimes["fsdp"])
-        found["bf16 step"] = (numbers(state["model"]), record.rows[0], str(next(iter(state["model"].values())).dtype))
+        state, record = train(
+            make_config(training=once | dict(precision="bf16")),
+            task=GradientTask,
+            runtime=runtimes["fsdp"],
+        )
+        found["bf16 step"] = (
+            numbers(state["model"]),
+            record.rows[0],
+            str(next(iter(state["model"].values())).dtype),
+        )
         steps = dict(max_steps=3, batch_size=2, gradient_accumulation_steps=3)
         counting = CountingManager(DistributedConfig(), device="cpu")
         train(make_config(training=steps), runtime=counting)
@@ -191,10 +247,19 @@ def on_two_ranks() -> dict[str, Any]:
         broken = NeverSyncs(DistributedConfig(), device="cpu")
         state, _ = train(make_config(training=once), task=GradientTask, runtime=broken)
         found["never synced"] = numbers(state["model"])
-        few = make_config(model=dict(use_moe=True, num_experts=16, top_k=1), training=dict(batch_size=1, max_steps=3))
+        few = make_config(
+            model=dict(use_moe=True, num_experts=16, top_k=1),
+            training=dict(batch_size=1, max_steps=3),
+        )
         states = [train(few, runtime=runtime)[0]["model"] for runtime in runtimes.values()]
-        agree = [torch.allclose(states[0][name], states[1][name], atol=1e-5) for name in states[0]] if ddp.is_main else [True]
-        found["idle experts"] = all(agree) and bool(all(torch.isfinite(p).all() for p in states[0].values()))
+        agree = (
+            [torch.allclose(states[0][name], states[1][name], atol=1e-5) for name in states[0]]
+            if ddp.is_main
+            else [True]
+        )
+        found["idle experts"] = all(agree) and bool(
+            all(torch.isfinite(p).all() for p in states[0].values())
+        )
         compiled = make_config(training=dict(compile=True, max_steps=2))
         found["compiled ddp"] = saved(train(compiled, runtime=ddp)[0])
         found["mean"] = float(ddp.reduce_mean(torch.tensor(float(ddp.rank))))
@@ -215,7 +280,9 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 def dies_in_rank_1(seconds: float) -> None:
     """Rank 1 is killed while rank 0 waits for it."""
-    with DistributedManager(DistributedConfig(world_size=2, timeout=seconds), device="cpu") as runtime:
+    with DistributedManager(
+        DistributedConfig(world_size=2, timeout=seconds), device="cpu"
+    ) as runtime:
         if runtime.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         runtime.barrier()
@@ -286,10 +353,15 @@ class Stack(nn.Module):
 
 
 def threads_and_nested_blocks() -> tuple[int, bool]:
-    """How many threads a process has, and whether FSDP computes what the model alone does where blocks hold blocks."""
-    with DistributedManager(DistributedConfig(world_size=2, strategy="fsdp"), device="cpu") as runtime:
+    """How many threads a process has, and whether FSDP computes what the model alone does where
+    blocks hold blocks.
+    """
+    with DistributedManager(
+        DistributedConfig(world_size=2, strategy="fsdp"), device="cpu"
+    ) as runtime:
         torch.manual_seed(0)
-        model, x = Stack(), torch.randn(3, 2)
+        model = Stack()
+        x = torch.randn(3, 2)
         alone = model(x).detach()
         runtime.shard(model, bf16=False)
         return torch.get_num_threads(), torch.allclose(model(x).detach(), alone)

@@ -1,4 +1,6 @@
-"""Attention at its edges: odd sizes, blind rows, wrong inputs, and Hugging Face's layers as the oracle."""
+"""Attention at its edges: odd sizes, blind rows, wrong inputs, and Hugging Face's layers as the
+oracle.
+"""
 
 import copy
 import math
@@ -30,7 +32,8 @@ sizes = st.integers(1, 7)
 def by_definition(q, k, v, visible, scale, softcap=None):
     """One query, one head, one key at a time, in float64."""
     B, H, T, D = q.shape
-    K, S = k.shape[1], k.shape[2]
+    K = k.shape[1]
+    S = k.shape[2]
     out = torch.zeros(B, H, T, D, dtype=torch.float64)
     for b in range(B):
         for h in range(H):
@@ -39,30 +42,46 @@ def by_definition(q, k, v, visible, scale, softcap=None):
                 if not keys:
                     continue
                 kv = h // (H // K)
-                scores = torch.stack([(q[b, h, t].double() @ k[b, kv, s].double()) * scale for s in keys])
+                scores = torch.stack(
+                    [(q[b, h, t].double() @ k[b, kv, s].double()) * scale for s in keys]
+                )
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
                 weights = scores.exp() / scores.exp().sum()
-                out[b, h, t] = sum(w * v[b, kv, s].double() for w, s in zip(weights, keys, strict=True))
+                out[b, h, t] = sum(
+                    w * v[b, kv, s].double() for w, s in zip(weights, keys, strict=True)
+                )
     return out.float()
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    B=st.integers(1, 2), K=st.integers(1, 3), group=st.integers(1, 3), T=sizes, S=sizes, D=sizes,
-    is_causal=st.booleans(), masked=st.booleans(), softcap=st.sampled_from([None, 2.0]), seed=st.integers(0, 99),
-)  # fmt: skip
+    B=st.integers(1, 2),
+    K=st.integers(1, 3),
+    group=st.integers(1, 3),
+    T=sizes,
+    S=sizes,
+    D=sizes,
+    is_causal=st.booleans(),
+    masked=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 99),
+)
 def test_equals_the_definition(B, K, group, T, S, D, is_causal, masked, softcap, seed):
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(B, K * group, T, D, generator=g)
-    k, v = torch.randn(B, K, S, D, generator=g), torch.randn(B, K, S, D, generator=g)
-    mask = torch.rand(B, 1, T, S, generator=g) > 0.5 if masked else None  # often with rows that see nothing
+    k = torch.randn(B, K, S, D, generator=g)
+    v = torch.randn(B, K, S, D, generator=g)
+    # often with rows that see nothing
+    mask = torch.rand(B, 1, T, S, generator=g) > 0.5 if masked else None
     visible = torch.ones(B, K * group, T, S, dtype=torch.bool)
     if masked:
         visible &= mask
     if is_causal:
         visible &= torch.tensor([[s <= S - T + t for s in range(S)] for t in range(T)])
-    got = scaled_dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, softcap=softcap, scale=0.7)
+    got = scaled_dot_product_attention(
+        q, k, v, mask=mask, is_causal=is_causal, softcap=softcap, scale=0.7
+    )
     assert_close(got, by_definition(q, k, v, visible, 0.7, softcap), atol=1e-5, rtol=1e-4)
     weights = attention_weights(q, k, mask=mask, is_causal=is_causal, softcap=softcap, scale=0.7)
     assert_close(weights.sum(-1), visible.any(-1).float())
@@ -88,14 +107,21 @@ def test_masks_have_the_shapes_that_broadcast():
             function(torch.ones(3))
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (1,), (3, 5), (3, 1), (1, 1, 1, 5), (2, 1, 3, 5), (2, 4, 3, 5), (2, 4, 3, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [(), (5,), (1,), (3, 5), (3, 1), (1, 1, 1, 5), (2, 1, 3, 5), (2, 4, 3, 5), (2, 4, 3, 1)],
+)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_every_mask_that_broadcasts(shape, softcap):
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    q = torch.randn(2, 4, 3, 8)
+    k = torch.randn(2, 2, 5, 8)
+    v = torch.randn(2, 2, 5, 8)
     mask = torch.rand(shape) > 0.4
     got = scaled_dot_product_attention(q, k, v, mask=mask, softcap=softcap)
-    assert_close(got, by_definition(q, k, v, mask.expand(2, 4, 3, 5), 8**-0.5, softcap), atol=1e-5, rtol=1e-4)
+    assert_close(
+        got, by_definition(q, k, v, mask.expand(2, 4, 3, 5), 8**-0.5, softcap), atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -114,10 +140,21 @@ def test_more_queries_than_keys_and_no_keys_at_all():
     q = torch.randn(1, 2, 5, 4)
     k = torch.randn(1, 2, 3, 4)
     out = scaled_dot_product_attention(q, k, k, is_causal=True)
-    assert out[:, :, :2].abs().max() == 0 and out[:, :, 2:].abs().min() > 0  # the last query stands on the last key
+    # the last query stands on the last key
+    assert out[:, :, :2].abs().max() == 0 and out[:, :, 2:].abs().min() > 0
     for is_causal in (False, True):
-        assert scaled_dot_product_attention(q, k[:, :, :0], k[:, :, :0], is_causal=is_causal).abs().max() == 0
-        assert scaled_dot_product_attention(q[:, :, :0], k, k, is_causal=is_causal).shape == (1, 2, 0, 4)
+        assert (
+            scaled_dot_product_attention(q, k[:, :, :0], k[:, :, :0], is_causal=is_causal)
+            .abs()
+            .max()
+            == 0
+        )
+        assert scaled_dot_product_attention(q[:, :, :0], k, k, is_causal=is_causal).shape == (
+            1,
+            2,
+            0,
+            4,
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,15 +174,26 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(scale=float("nan")), "scale=nan"),
         (dict(dropout=-0.1), "dropout=-0.1"),
         (dict(dropout=1.0), "dropout=1.0"),
-        (dict(v=torch.randn(1, 2, 4, 8).double()), "torch.float64, expected one floating-point type"),
+        (
+            dict(v=torch.randn(1, 2, 4, 8).double()),
+            "torch.float64, expected one floating-point type",
+        ),
         (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected one"),
-        ({name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"}, "torch.int64, expected one"),
+        (
+            {name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"},
+            "torch.int64, expected one",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
-    arguments = dict(q=torch.randn(1, 4, 4, 8), k=torch.randn(1, 2, 4, 8), v=torch.randn(1, 2, 4, 8)) | change
+    arguments = (
+        dict(q=torch.randn(1, 4, 4, 8), k=torch.randn(1, 2, 4, 8), v=torch.randn(1, 2, 4, 8))
+        | change
+    )
     with pytest.raises(ValueError, match=message):
-        scaled_dot_product_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        scaled_dot_product_attention(
+            arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments
+        )
 
 
 @pytest.mark.parametrize(
@@ -181,16 +229,24 @@ class Rounding:
 
 
 @pytest.mark.parametrize("B, T", [(1, 0), (0, 3), (0, 0)])
-def test_nothing_in_nothing_out_in_half_precision(B, T):  # float32 could, bfloat16 with gradients could not
-    assert MultiHeadAttention(16, 4).bfloat16()(torch.randn(B, T, 16).bfloat16()).shape == (B, T, 16)
+# float32 could, bfloat16 with gradients could not
+def test_nothing_in_nothing_out_in_half_precision(B, T):
+    assert MultiHeadAttention(16, 4).bfloat16()(torch.randn(B, T, 16).bfloat16()).shape == (
+        B,
+        T,
+        16,
+    )
 
 
 def test_forward_refuses_what_does_not_fit():
-    layer, x, rope = MultiHeadAttention(16, 4), torch.randn(2, 5, 16), RotaryEmbedding(4)
+    layer = MultiHeadAttention(16, 4)
+    x = torch.randn(2, 5, 16)
+    rope = RotaryEmbedding(4)
     with pytest.raises(ValueError, match=r"expected \(B, T, 16\)"):
         layer(x[0])
     with pytest.raises(ValueError, match="positions of these T tokens only"):
-        layer(x, position_embeddings=rope(torch.arange(1)))  # would broadcast: every token at position 0
+        # would broadcast: every token at position 0
+        layer(x, position_embeddings=rope(torch.arange(1)))
     with pytest.raises(ValueError, match="does not broadcast"):
         layer(x, mask=torch.ones(2, 5, dtype=torch.bool))  # a (B, S) padding mask
     with pytest.raises(ValueError, match="the cache returned S=1"):
@@ -198,56 +254,88 @@ def test_forward_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="expected one floating-point type"):
         layer(x, cache=Rounding())
     with pytest.raises(ValueError, match="does not broadcast"):
-        MultiHeadAttention(16, 4, sliding_window=2)(x, mask=torch.ones(2, 5, dtype=torch.bool))  # before it meets the window
+        # before it meets the window
+        MultiHeadAttention(16, 4, sliding_window=2)(x, mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="an even number"):
-        MultiHeadAttention(15, 5)(torch.randn(1, 2, 15), position_embeddings=(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)))
+        MultiHeadAttention(15, 5)(
+            torch.randn(1, 2, 15), position_embeddings=(torch.ones(1, 2, 3), torch.zeros(1, 2, 3))
+        )
 
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_a_mask_must_cover_the_cached_keys(new):
-    layer, x, cache = MultiHeadAttention(16, 4), torch.randn(1, 4 + new, 16), Cache()
+    layer = MultiHeadAttention(16, 4)
+    x = torch.randn(1, 4 + new, 16)
+    cache = Cache()
     tokens = torch.tensor([[0, 0, 1, 1] + [1] * new])
     layer(x[:, :4], mask=padding_mask(tokens[:, :4]), cache=cache)
     with pytest.raises(ValueError, match=f"expected {4 + new} keys"):
-        layer(x[:, 4:], mask=padding_mask(tokens[:, 4:]), cache=cache)  # of the new tokens only: would show the padding
+        # of the new tokens only: would show the padding
+        layer(x[:, 4:], mask=padding_mask(tokens[:, 4:]), cache=cache)
 
 
 def test_it_prints_its_options():
-    assert repr(MultiHeadAttention(16, 4)).splitlines()[1].strip() == "num_heads=4, num_kv_heads=4, head_dim=4"
+    assert (
+        repr(MultiHeadAttention(16, 4)).splitlines()[1].strip()
+        == "num_heads=4, num_kv_heads=4, head_dim=4"
+    )
     text = repr(MultiHeadAttention(16, 4, sliding_window=3, softcap=5.0, dropout=0.1))
     assert "head_dim=4, sliding_window=3, softcap=5.0, dropout=0.1" in text
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=5), kv=st.sampled_from([1, 2, 4]), padding=st.integers(0, 3),
-    window=st.sampled_from([None, 1, 3]), softcap=st.sampled_from([None, 4.0]), qk_norm=st.booleans(),
-)  # fmt: skip
+    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    kv=st.sampled_from([1, 2, 4]),
+    padding=st.integers(0, 3),
+    window=st.sampled_from([None, 1, 3]),
+    softcap=st.sampled_from([None, 4.0]),
+    qk_norm=st.booleans(),
+)
 def test_cached_decoding_equals_the_full_pass(pieces, kv, padding, window, softcap, qk_norm):
     torch.manual_seed(0)
-    T, rope = sum(pieces), RotaryEmbedding(6)
+    T = sum(pieces)
+    rope = RotaryEmbedding(6)
     layer = MultiHeadAttention(
-        16, 4, num_kv_heads=kv, head_dim=6, sliding_window=window, softcap=softcap, qk_norm=qk_norm, layer_index=3
+        16,
+        4,
+        num_kv_heads=kv,
+        head_dim=6,
+        sliding_window=window,
+        softcap=softcap,
+        qk_norm=qk_norm,
+        layer_index=3,
     )
     tokens = torch.ones(2, T, dtype=torch.long)
     tokens[1, : min(padding, T - 1)] = 0
-    x, positions, mask = torch.randn(2, T, 16), (tokens.cumsum(-1) - 1).clamp(min=0), padding_mask(tokens)
+    x = torch.randn(2, T, 16)
+    positions = (tokens.cumsum(-1) - 1).clamp(min=0)
+    mask = padding_mask(tokens)
     full = layer(x, position_embeddings=rope(positions), mask=mask)
-    cache, outputs, end = Cache(), [], 0
+    cache = Cache()
+    outputs = []
+    end = 0
     for size in pieces:
-        start, end = end, end + size
+        start = end
+        end = end + size
         turn = rope(positions[:, start:end])
-        outputs.append(layer(x[:, start:end], position_embeddings=turn, mask=mask[..., :end], cache=cache))
+        outputs.append(
+            layer(x[:, start:end], position_embeddings=turn, mask=mask[..., :end], cache=cache)
+        )
     assert_close(torch.cat(outputs, 1), full, atol=1e-5, rtol=1e-4)
     n = min(padding, T - 1)
     alone = layer(x[1:, n:], position_embeddings=rope(torch.arange(T - n)))
     assert_close(full[1:, n:], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0), dict(num_kv_heads=1), dict(qk_norm=True)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(sliding_window=2), dict(softcap=5.0), dict(num_kv_heads=1), dict(qk_norm=True)],
+)
 def test_no_future_leaks_through_any_option(options):
     torch.manual_seed(0)
-    layer, x = MultiHeadAttention(16, 4, **options), torch.randn(1, 6, 16, requires_grad=True)
+    layer = MultiHeadAttention(16, 4, **options)
+    x = torch.randn(1, 6, 16, requires_grad=True)
     everything = torch.ones(6, 6, dtype=torch.bool)
     for mask in (None, everything):
         for t in range(6):
@@ -260,28 +348,48 @@ def test_agrees_with_hugging_face(family):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral"}[family]
-    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=10, num_hidden_layers=1)
-    extra = {"llama": dict(attention_bias=True), "qwen3": {}, "mistral": dict(sliding_window=3)}[family]
+    sizes = dict(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        num_hidden_layers=1,
+    )
+    extra = {"llama": dict(attention_bias=True), "qwen3": {}, "mistral": dict(sliding_window=3)}[
+        family
+    ]
     config = getattr(transformers, f"{name}Config")(**sizes, **extra, attn_implementation="eager")
     module = getattr(transformers.models, family)
-    theirs = getattr(getattr(module, f"modeling_{family}"), f"{name}Attention")(config, layer_idx=0).eval()
+    theirs = getattr(getattr(module, f"modeling_{family}"), f"{name}Attention")(
+        config, layer_idx=0
+    ).eval()
     ours = MultiHeadAttention(
-        32, 4, num_kv_heads=2, head_dim=10, attention_bias=family == "llama", qk_norm=family == "qwen3",
+        32,
+        4,
+        num_kv_heads=2,
+        head_dim=10,
+        attention_bias=family == "llama",
+        qk_norm=family == "qwen3",
         sliding_window=3 if family == "mistral" else None,
-    )  # fmt: skip
+    )
     for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # fresh norms and biases would hide a wrong mapping
+        # fresh norms and biases would hide a wrong mapping
+        torch.nn.init.normal_(parameter, std=0.3)
     ours.load_state_dict(theirs.state_dict())
-    x, turn = torch.randn(2, 7, 32), RotaryEmbedding(10)(torch.arange(7))
+    x = torch.randn(2, 7, 32)
+    turn = RotaryEmbedding(10)(torch.arange(7))
     hidden = ~causal_mask(7, sliding_window=3 if family == "mistral" else None)
     additive = torch.zeros(1, 1, 7, 7).masked_fill(hidden, torch.finfo(torch.float32).min)
-    assert_close(ours(x, position_embeddings=turn), theirs(x, turn, additive)[0], atol=1e-5, rtol=1e-4)
+    assert_close(
+        ours(x, position_embeddings=turn), theirs(x, turn, additive)[0], atol=1e-5, rtol=1e-4
+    )
 
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     for softcap in (None, 5.0):
-        layer, x = MultiHeadAttention(16, 4, dropout=0.5, softcap=softcap), torch.randn(1, 6, 16)
+        layer = MultiHeadAttention(16, 4, dropout=0.5, softcap=softcap)
+        x = torch.randn(1, 6, 16)
         assert not torch.equal(layer(x), layer(x))
         layer.eval()
         assert_close(layer(x), layer(x), atol=0, rtol=0)
@@ -291,7 +399,8 @@ def test_dropout_acts_in_training_only():
 def test_bfloat16_autocast_stays_near_float32(softcap):
     torch.manual_seed(0)
     layer = MultiHeadAttention(32, 4, num_kv_heads=2, qk_norm=True, softcap=softcap)
-    x, turn = torch.randn(2, 6, 32), RotaryEmbedding(8)(torch.arange(6))
+    x = torch.randn(2, 6, 32)
+    turn = RotaryEmbedding(8)(torch.arange(6))
     mask = padding_mask(torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))
     with torch.autocast("cpu", torch.bfloat16):
         half = layer(x, position_embeddings=turn, mask=mask)
@@ -302,9 +411,11 @@ def test_bfloat16_autocast_stays_near_float32(softcap):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_scores_are_float32_in_half_precision(autocast):
     q = torch.full((1, 1, 1, 64), 40.0)
-    k = torch.tensor([40.0, 41.0]).view(1, 1, 2, 1).expand(1, 1, 2, 64)  # q . k is 102,400: above all of float16
+    # q . k is 102,400: above all of float16
+    k = torch.tensor([40.0, 41.0]).view(1, 1, 2, 1).expand(1, 1, 2, 64)
     if not autocast:
-        q, k = q.half(), k.half()
+        q = q.half()
+        k = k.half()
     with torch.autocast("cpu", torch.float16, enabled=autocast):
         weights = attention_weights(q, k, scale=1 / 2560)  # the scores are 40 and 41
         capped = attention_weights(q, k, scale=1 / 2560, softcap=1e4)
@@ -330,10 +441,15 @@ def test_compiles_as_one_graph(options, masked):
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = MultiHeadAttention(16, 4, num_kv_heads=2, qk_norm=True, **options)
-    x, turn = torch.randn(2, 6, 16), RotaryEmbedding(4)(torch.arange(6))
+    x = torch.randn(2, 6, 16)
+    turn = RotaryEmbedding(4)(torch.arange(6))
     mask = padding_mask(torch.ones(2, 6)) if masked else None
-    compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)  # fullgraph: an error at any break
-    assert_close(compiled(x, position_embeddings=turn, mask=mask), layer(x, position_embeddings=turn, mask=mask))
+    # fullgraph: an error at any break
+    compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
+    assert_close(
+        compiled(x, position_embeddings=turn, mask=mask),
+        layer(x, position_embeddings=turn, mask=mask),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, dict(sliding_window=2), dict(softcap=5.0)])
@@ -342,7 +458,8 @@ def test_compiles_with_a_changing_length(options):
     layer = MultiHeadAttention(16, 4, num_kv_heads=2, **options)
     compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True, dynamic=True)
     for T in (6, 9, 5):
-        x, turn = torch.randn(2, T, 16), RotaryEmbedding(4)(torch.arange(T))
+        x = torch.randn(2, T, 16)
+        turn = RotaryEmbedding(4)(torch.arange(T))
         assert_close(compiled(x, position_embeddings=turn), layer(x, position_embeddings=turn))
 
 
@@ -351,18 +468,25 @@ def test_non_contiguous_inputs():
     q, k, v = torch.randn(3, 5, 8, 4, 2).transpose(2, 4).unbind(0)  # (5, 2, 4, 8), strided
     assert_close(
         scaled_dot_product_attention(q, k, v, is_causal=True),
-        scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True),
+        scaled_dot_product_attention(
+            q.contiguous(), k.contiguous(), v.contiguous(), is_causal=True
+        ),
     )
 
 
 def test_scale_and_the_bias_of_the_last_projection_alone():
-    x, plain = torch.randn(2, 5, 16), MultiHeadAttention(16, 4)
+    x = torch.randn(2, 5, 16)
+    plain = MultiHeadAttention(16, 4)
     scaled = MultiHeadAttention(16, 4, scale=0.125)
     scaled.load_state_dict(plain.state_dict())
     plain.q_proj.weight.data /= 4  # 1 / sqrt(D) is 1/2
     torch.testing.assert_close(scaled(x), plain(x))
     qwen2 = MultiHeadAttention(16, 4, attention_bias=True, attention_out_bias=False)
-    assert qwen2.q_proj.bias is not None and qwen2.v_proj.bias is not None and qwen2.o_proj.bias is None
+    assert (
+        qwen2.q_proj.bias is not None
+        and qwen2.v_proj.bias is not None
+        and qwen2.o_proj.bias is None
+    )
     with pytest.raises(ValueError, match="scale=0"):
         MultiHeadAttention(16, 4, scale=0.0)
 
@@ -377,8 +501,10 @@ class LastKeys(Cache):
 
 
 def test_a_cache_may_forget_what_the_window_cannot_reach():
-    layer, x = MultiHeadAttention(16, 4, sliding_window=3), torch.randn(2, 9, 16)
-    tokens, cache = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9]), LastKeys()
+    layer = MultiHeadAttention(16, 4, sliding_window=3)
+    x = torch.randn(2, 9, 16)
+    tokens = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
+    cache = LastKeys()
     full = layer(x, mask=padding_mask(tokens))
     for start, end in ((0, 4), (4, 7), (7, 8), (8, 9)):
         part = layer(x[:, start:end], mask=padding_mask(tokens[:, :end]), cache=cache)
@@ -387,22 +513,34 @@ def test_a_cache_may_forget_what_the_window_cannot_reach():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    B=st.integers(1, 3), K=st.integers(1, 3), group=st.integers(1, 3), T=sizes, S=sizes, D=sizes,
-    mask=st.sampled_from([None, "causal", (1, 1), (0, 1), (0, 0)]), scale=st.sampled_from([None, 0.3]), seed=st.integers(0, 99),
-)  # fmt: skip
+    B=st.integers(1, 3),
+    K=st.integers(1, 3),
+    group=st.integers(1, 3),
+    T=sizes,
+    S=sizes,
+    D=sizes,
+    mask=st.sampled_from([None, "causal", (1, 1), (0, 1), (0, 0)]),
+    scale=st.sampled_from([None, 0.3]),
+    seed=st.integers(0, 99),
+)
 def test_two_products_are_pytorchs_function(B, K, group, T, S, D, mask, scale, seed):
     g = torch.Generator().manual_seed(seed)
     shapes = [(B, K * group, T, D), (B, K, S, D), (B, K, S, D)]
-    pairs = [[t.requires_grad_(), t.detach().clone().requires_grad_()] for t in (torch.randn(s, generator=g) for s in shapes)]
+    pairs = [
+        [t.requires_grad_(), t.detach().clone().requires_grad_()]
+        for t in (torch.randn(s, generator=g) for s in shapes)
+    ]
     options = dict(scale=scale, enable_gqa=True)
     if mask == "causal":
         T = S = min(T, S)
         pairs = [[t.detach()[:, :, :T].requires_grad_() for t in two] for two in pairs]
         options["is_causal"] = True
     elif mask is not None:
-        b, h = (B if mask[0] else 1), (1 if mask[1] else K * group)
+        b = B if mask[0] else 1
+        h = 1 if mask[1] else K * group
         seen = torch.rand(b, h, T, S, generator=g) > 0.4
-        options["attn_mask"] = seen | ~seen.any(dim=-1, keepdim=True)  # the caller sees to blind rows
+        # the caller sees to blind rows
+        options["attn_mask"] = seen | ~seen.any(dim=-1, keepdim=True)
     ours = attention._attention_by_products(*(mine for mine, _ in pairs), **options)
     theirs = F.scaled_dot_product_attention(*(other for _, other in pairs), **options)
     assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -414,12 +552,21 @@ def test_two_products_are_pytorchs_function(B, K, group, T, S, D, mask, scale, s
 
 @settings(max_examples=40, deadline=None)
 @given(
-    B=st.integers(1, 3), K=st.integers(1, 3), group=st.integers(1, 3), S=sizes, D=sizes, masked=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), seed=st.integers(0, 99),
-)  # fmt: skip
+    B=st.integers(1, 3),
+    K=st.integers(1, 3),
+    group=st.integers(1, 3),
+    S=sizes,
+    D=sizes,
+    masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
 def test_sums_for_one_query_are_pytorchs_function(B, K, group, S, D, masked, dtype, seed):
     g = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(shape, generator=g).to(dtype) for shape in ((B, K * group, 1, D), (B, K, S, D), (B, K, S, D))]
+    tensors = [
+        torch.randn(shape, generator=g).to(dtype)
+        for shape in ((B, K * group, 1, D), (B, K, S, D), (B, K, S, D))
+    ]
     pairs = [[t.requires_grad_(), t.detach().clone().requires_grad_()] for t in tensors]
     options = dict(scale=0.3, enable_gqa=True)
     if masked:
@@ -445,16 +592,24 @@ def test_sums_for_one_query_are_for_the_compiler_alone(T):
         return graph.forward
 
     torch._dynamo.reset()
-    q, k, v = torch.randn(2, 4, T, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    q = torch.randn(2, 4, T, 8)
+    k = torch.randn(2, 2, 5, 8)
+    v = torch.randn(2, 2, 5, 8)
     mask = padding_mask(torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]))
     compiled = torch.compile(scaled_dot_product_attention, backend=keep, fullgraph=True)
-    assert_close(compiled(q, k, v, mask=mask, is_causal=True), scaled_dot_product_attention(q, k, v, mask=mask, is_causal=True))
+    assert_close(
+        compiled(q, k, v, mask=mask, is_causal=True),
+        scaled_dot_product_attention(q, k, v, mask=mask, is_causal=True),
+    )
     assert (F.scaled_dot_product_attention in programs[0]) is (T > 1) and len(programs) == 1
 
 
 def test_products_only_where_they_pay(monkeypatch):
-    calls, real = [], attention._attention_by_products
-    monkeypatch.setattr(attention, "_attention_by_products", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls = []
+    real = attention._attention_by_products
+    monkeypatch.setattr(
+        attention, "_attention_by_products", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
     monkeypatch.setattr(attention, "_BF16_CPU", True)
 
     def taken(T=8, S=8, dtype=torch.bfloat16, grad=True, **options):
@@ -464,8 +619,18 @@ def test_products_only_where_they_pay(monkeypatch):
         assert y.dtype == dtype and y.shape == q.shape
         return bool(calls)
 
-    assert taken() and taken(S=512) and taken(mask=torch.ones(8, 8, dtype=torch.bool)) and taken(dropout=0.5)
-    assert not taken(S=513) and not taken(dtype=torch.float32) and not taken(grad=False) and not taken(softcap=5.0)
+    assert (
+        taken()
+        and taken(S=512)
+        and taken(mask=torch.ones(8, 8, dtype=torch.bool))
+        and taken(dropout=0.5)
+    )
+    assert (
+        not taken(S=513)
+        and not taken(dtype=torch.float32)
+        and not taken(grad=False)
+        and not taken(softcap=5.0)
+    )
     monkeypatch.setattr(attention, "_BF16_CPU", False)
     assert not taken()
 
@@ -474,8 +639,14 @@ def test_products_only_where_they_pay(monkeypatch):
 def test_bf16_training_agrees_with_float32(monkeypatch, mask):
     monkeypatch.setattr(attention, "_BF16_CPU", True)
     torch.manual_seed(0)
-    layer, x, probe = MultiHeadAttention(32, 4, num_kv_heads=2), torch.randn(3, 20, 32), torch.randn(3, 20, 32)
-    seen = None if mask is None else padding_mask((torch.arange(20) >= torch.tensor([[0], [5], [19]])).long())
+    layer = MultiHeadAttention(32, 4, num_kv_heads=2)
+    x = torch.randn(3, 20, 32)
+    probe = torch.randn(3, 20, 32)
+    seen = (
+        None
+        if mask is None
+        else padding_mask((torch.arange(20) >= torch.tensor([[0], [5], [19]])).long())
+    )
     found = []
     for half in (False, True):
         layer.zero_grad()

@@ -1,4 +1,6 @@
-"""Batches: where labels are shifted, what is a target, and an order that nothing but (seed, epoch, position) decides."""
+"""Batches: where labels are shifted, what is a target, and an order that nothing but (seed, epoch,
+position) decides.
+"""
 
 import ast
 import json
@@ -64,7 +66,9 @@ def test_labels_are_a_copy():
 
 def test_targets_replace_the_labels_only():
     batch = shift(torch.tensor([[1, 2, 3]]), torch.tensor([[IGNORE_INDEX, IGNORE_INDEX, 3]]))
-    assert batch["input_ids"].tolist() == [[1, 2]] and batch["labels"].tolist() == [[IGNORE_INDEX, 3]]
+    assert batch["input_ids"].tolist() == [[1, 2]] and batch["labels"].tolist() == [
+        [IGNORE_INDEX, 3]
+    ]
 
 
 def test_one_shift_is_what_hugging_face_does_inside_its_loss():
@@ -78,14 +82,19 @@ def test_one_shift_is_what_hugging_face_does_inside_its_loss():
     assert_close(F.cross_entropy(logits[:, :5].flatten(0, 1), labels.flatten()), theirs)
     perfect = 50.0 * F.one_hot(ids[:, 1:], 11)  # sure of the true next token
     assert F.cross_entropy(perfect.flatten(0, 1), labels.flatten()) < 1e-6
-    assert ForCausalLMLoss(perfect, labels, vocab_size=11) > 1  # the planted mistake: a second shift, in the loss
+    # the planted mistake: a second shift, in the loss
+    assert ForCausalLMLoss(perfect, labels, vocab_size=11) > 1
 
 
 def cuts(node: ast.AST) -> str | None:
-    """'head' for x[..., :-1], 'tail' for x[..., 1:], with any or no other dimensions before; else None."""
+    """'head' for x[..., :-1], 'tail' for x[..., 1:], with any or no other dimensions before; else
+    None.
+    """
     if not isinstance(node, ast.Subscript) or ast.unparse(node.value).endswith(".shape"):
         return None
-    last = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    last = (
+        node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    )
     return {":-1": "head", "1:": "tail"}.get(ast.unparse(last))
 
 
@@ -93,7 +102,9 @@ def is_sliced_labels(node: ast.AST) -> bool:
     """labels[..., 1:], batch["labels"][:, 1:], self.labels[a:b] and the like; also a rolled tensor."""
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).split(".")[-1] == "roll"
-    slices = isinstance(node, ast.Subscript) and any(isinstance(part, ast.Slice) for part in ast.walk(node.slice))
+    slices = isinstance(node, ast.Subscript) and any(
+        isinstance(part, ast.Slice) for part in ast.walk(node.slice)
+    )
     return slices and "labels" in ast.unparse(node.value)
 
 
@@ -108,11 +119,18 @@ def shifting_places(code: str, module: str) -> list[str]:
     return found
 
 
-NEIGHBOURS = {"llm_course/model/generation.py:keep_top_p", "llm_course/model/generation.py:_check_prompts"}  # they train nothing
+# they train nothing
+NEIGHBOURS = {
+    "llm_course/model/generation.py:keep_top_p",
+    "llm_course/model/generation.py:_check_prompts",
+}
 
 
 def test_the_package_shifts_in_one_place_only():
-    places = [shifting_places(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()) for path in MODULES]
+    places = [
+        shifting_places(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+        for path in MODULES
+    ]
     assert set(sum(places, [])) == {"llm_course/text/batches.py:shift"} | NEIGHBOURS
 
 
@@ -121,8 +139,17 @@ def test_the_package_shifts_in_one_place_only():
     [
         ("def f(window):\n    return window[:-1], window[1:]", True),
         ("def loss(logits, labels):\n    return ce(logits[:, :-1], labels[:, 1:])", True),
-        ("def loss(logits, batch):\n    return ce(logits[..., :-1, :], batch['labels'][..., 1:])", True),
-        ("class Task:\n    def step(self, x):\n        return x[..., :-1], x[..., 1:].clone()", True),
+        (
+            (
+                "def loss(logits, batch):\n    return ce(logits[..., :-1, :], batch['labels'][...,"
+                " 1:])"
+            ),
+            True,
+        ),
+        (
+            "class Task:\n    def step(self, x):\n        return x[..., :-1], x[..., 1:].clone()",
+            True,
+        ),
         ("def f(ids):\n    return ids, torch.roll(ids, -1)", True),
         ("def f(labels, T):\n    return labels[1 : T + 1]", True),
         ("def f(words):\n    return zip(words, words[1:])", False),
@@ -140,7 +167,8 @@ def test_planted_second_shift(code, planted):
 
 
 def document_ids_by_loop(ids, separator_id):
-    numbers, current = [], 0
+    numbers = []
+    current = 0
     for token in ids:
         numbers.append(current)
         current += token == separator_id
@@ -149,16 +177,23 @@ def document_ids_by_loop(ids, separator_id):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(2, 60), T=st.integers(1, 20), dtype=st.sampled_from([np.uint16, np.uint32, np.int64, ">u2"]),
-    step=st.sampled_from([1, 2, -1]), seed=st.integers(0, 99),
-)  # fmt: skip
+    n=st.integers(2, 60),
+    T=st.integers(1, 20),
+    dtype=st.sampled_from([np.uint16, np.uint32, np.int64, ">u2"]),
+    step=st.sampled_from([1, 2, -1]),
+    seed=st.integers(0, 99),
+)
 def test_packed_rows_equal_the_definition(n, T, dtype, step, seed):
-    tokens = np.random.default_rng(seed).integers(0, 4, size=n).astype(dtype)[::step]  # often not contiguous
+    # often not contiguous
+    tokens = np.random.default_rng(seed).integers(0, 4, size=n).astype(dtype)[::step]
     if len(tokens) < T + 1:
-        with pytest.raises(ValueError, match=f"{len(tokens)} tokens are too few for one row of sequence_length={T}"):
+        with pytest.raises(
+            ValueError, match=f"{len(tokens)} tokens are too few for one row of sequence_length={T}"
+        ):
             PackedDataset(tokens, T)
         return
-    data, plain = PackedDataset(tokens, T, separator_id=0), PackedDataset(tokens, T)
+    data = PackedDataset(tokens, T, separator_id=0)
+    plain = PackedDataset(tokens, T)
     ids = tokens.tolist()
     assert len(data) == len(plain) == (len(ids) - 1) // T
     for i, item in enumerate(data[i] for i in range(len(data))):
@@ -170,18 +205,25 @@ def test_packed_rows_equal_the_definition(n, T, dtype, step, seed):
     everything = list(range(len(data)))
     assert_same_batch(data.__getitems__(everything), stacked([data[i] for i in everything]))
     targets = data.__getitems__(everything)["labels"].flatten().tolist()
-    assert targets == ids[1 : len(data) * T + 1]  # each once and in order, but for the first and the rest
+    # each once and in order, but for the first and the rest
+    assert targets == ids[1 : len(data) * T + 1]
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_packed_rows_from_a_memory_map(tmp_path, dtype):
-    ids = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, size=41, endpoint=True).astype(dtype)
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, np.iinfo(dtype).max, size=41, endpoint=True)
+        .astype(dtype)
+    )
     ids[-2] = np.iinfo(dtype).max  # the largest id is no negative number
     (tmp_path / "tokens").write_bytes(b"head" + ids.tobytes())
     mapped = np.memmap(tmp_path / "tokens", dtype=dtype, mode="r", offset=4)
     data = PackedDataset(mapped, 8)
     assert data.tokens is mapped  # nothing was read
-    assert_same_batch(data.__getitems__([4, 0, 2]), PackedDataset(ids.astype(np.int64), 8).__getitems__([4, 0, 2]))
+    assert_same_batch(
+        data.__getitems__([4, 0, 2]), PackedDataset(ids.astype(np.int64), 8).__getitems__([4, 0, 2])
+    )
     assert data[4]["labels"].max() == np.iinfo(dtype).max
 
 
@@ -194,11 +236,19 @@ def test_packed_indices():
         with pytest.raises(IndexError):
             data.__getitems__([0, outside])
     assert len(list(data)) == 3  # iterating ends
-    assert {name: rows.shape for name, rows in data.__getitems__([]).items()} == dict.fromkeys(data[0], (0, 4))
+    assert {name: rows.shape for name, rows in data.__getitems__([]).items()} == dict.fromkeys(
+        data[0], (0, 4)
+    )
 
 
 @pytest.mark.parametrize(
-    "T, n, message", [(0, 9, "sequence_length=0"), (-1, 9, "sequence_length=-1"), (9, 9, "9 tokens are too"), (1, 0, "0 tokens")]
+    "T, n, message",
+    [
+        (0, 9, "sequence_length=0"),
+        (-1, 9, "sequence_length=-1"),
+        (9, 9, "9 tokens are too"),
+        (1, 0, "0 tokens"),
+    ],
 )
 def test_packed_bad_input(T, n, message):
     with pytest.raises(ValueError, match=message):
@@ -207,17 +257,23 @@ def test_packed_bad_input(T, n, message):
 
 def test_border_of_documents():
     item = PackedDataset(np.array([7, 8, 0, 9, 0, 0, 5, 6, 4]), 8, separator_id=0)[0]
-    assert item["document_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]  # two separators: an empty document between them
+    # two separators: an empty document between them
+    assert item["document_ids"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
     same = item["document_ids"][:, None] == item["document_ids"]
     assert same.sum() == 9 + 4 + 1 + 4
-    assert item["labels"][item["input_ids"] == 0].tolist() == [9, 0, 5]  # from a separator, how the next one begins
+    # from a separator, how the next one begins
+    assert item["labels"][item["input_ids"] == 0].tolist() == [9, 0, 5]
 
 
 # ---------------------------------------------------------------- prompts and answers
 
 
 @settings(max_examples=60, deadline=None)
-@given(examples=st.lists(st.tuples(token_rows, token_rows), min_size=1, max_size=5), pad=st.integers(0, 12), data=st.data())
+@given(
+    examples=st.lists(st.tuples(token_rows, token_rows), min_size=1, max_size=5),
+    pad=st.integers(0, 12),
+    data=st.data(),
+)
 def test_supervised_batches_equal_the_definition(examples, pad, data):
     dataset = SupervisedDataset(examples, pad_token_id=pad, max_length=15)
     indices = data.draw(st.lists(st.integers(0, len(examples) - 1), min_size=1, max_size=4))
@@ -238,12 +294,17 @@ def test_supervised_batches_equal_the_definition(examples, pad, data):
                 assert batch["labels"][row, t] == batch["input_ids"][row, t + 1]
     found = Counter(batch["labels"].flatten().tolist())
     found.pop(IGNORE_INDEX, None)
-    assert found == Counter(token for i in indices for token in examples[i][1])  # every token of every answer, once
-    assert_same_batch(dataset[0], {name: rows[0] for name, rows in dataset.__getitems__([0]).items()})
+    # every token of every answer, once
+    assert found == Counter(token for i in indices for token in examples[i][1])
+    assert_same_batch(
+        dataset[0], {name: rows[0] for name, rows in dataset.__getitems__([0]).items()}
+    )
 
 
 def test_padding_that_also_occurs_in_the_text_stays_a_target():
-    batch = SupervisedDataset([([5], [0]), ([5, 0, 5], [0, 0])], pad_token_id=0, max_length=4).__getitems__([0, 1])
+    batch = SupervisedDataset(
+        [([5], [0]), ([5, 0, 5], [0, 0])], pad_token_id=0, max_length=4
+    ).__getitems__([0, 1])
     assert batch["labels"].tolist() == [[0, -100, -100, -100], [-100, -100, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     by_comparing = (batch["input_ids"] != 0).long()  # the planted mistake: padding found by its id
@@ -252,8 +313,13 @@ def test_padding_that_also_occurs_in_the_text_stays_a_target():
 
 def test_supervised_takes_arrays_and_an_empty_batch():
     lists = SupervisedDataset([([1, 2], [3]), ([4], [5, 6, 7])], pad_token_id=0, max_length=3)
-    arrays = [tuple(np.array(part, dtype=np.uint16) for part in example) for example in lists.examples]
-    assert_same_batch(SupervisedDataset(arrays, pad_token_id=0, max_length=3).__getitems__([1, 0]), lists.__getitems__([1, 0]))
+    arrays = [
+        tuple(np.array(part, dtype=np.uint16) for part in example) for example in lists.examples
+    ]
+    assert_same_batch(
+        SupervisedDataset(arrays, pad_token_id=0, max_length=3).__getitems__([1, 0]),
+        lists.__getitems__([1, 0]),
+    )
     for rows in lists.__getitems__([]).values():
         assert rows.shape == (0, 1) and rows.dtype == torch.int64
     assert_same_batch(lists[-1], lists[1])
@@ -282,7 +348,10 @@ def test_supervised_bad_input(example, pad, message):
 def epoch_by_rank(num_items, batch_size, world_size, **at):
     """Step -> the indices of each rank; strict: all ranks take equally many steps."""
     ranks = range(world_size)
-    samplers = [ResumableBatchSampler(num_items, batch_size, rank=rank, world_size=world_size, **at) for rank in ranks]
+    samplers = [
+        ResumableBatchSampler(num_items, batch_size, rank=rank, world_size=world_size, **at)
+        for rank in ranks
+    ]
     steps = list(zip(*samplers, strict=True))
     assert {len(sampler) for sampler in samplers} == {len(steps)}
     return steps
@@ -290,13 +359,21 @@ def epoch_by_rank(num_items, batch_size, world_size, **at):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    num_items=st.integers(1, 50), batch_size=st.integers(1, 8), world_size=st.integers(1, 4), seed=st.integers(0, 2**40),
-    epoch=st.integers(0, 5), position=st.integers(0, 8),
-)  # fmt: skip
-def test_ranks_share_the_batch_of_one_rank(num_items, batch_size, world_size, seed, epoch, position):
+    num_items=st.integers(1, 50),
+    batch_size=st.integers(1, 8),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 5),
+    position=st.integers(0, 8),
+)
+def test_ranks_share_the_batch_of_one_rank(
+    num_items, batch_size, world_size, seed, epoch, position
+):
     state = {"seed": seed, "epoch": epoch, "position": position}
     steps = epoch_by_rank(num_items, batch_size, world_size, **state)
-    alone = list(ResumableBatchSampler(num_items, batch_size * world_size, **json.loads(json.dumps(state))))
+    alone = list(
+        ResumableBatchSampler(num_items, batch_size * world_size, **json.loads(json.dumps(state)))
+    )
     assert [sum(step, []) for step in steps] == alone
     for step in steps:
         sizes = [len(share) for share in step]
@@ -322,9 +399,15 @@ def test_three_epochs_on_one_to_four_ranks(num_workers):
         orders = [[], [], []]
         for rank in range(world_size):
             epochs = [
-                list(ResumableBatchSampler(19, 3, seed=4, epoch=epoch, rank=rank, world_size=world_size)) for epoch in range(3)
+                list(
+                    ResumableBatchSampler(
+                        19, 3, seed=4, epoch=epoch, rank=rank, world_size=world_size
+                    )
+                )
+                for epoch in range(3)
             ]
-            batches = list(batch_loader(Recorded(), sum(epochs, []), num_workers=num_workers))  # workers start once for all three
+            # workers start once for all three
+            batches = list(batch_loader(Recorded(), sum(epochs, []), num_workers=num_workers))
             assert [batch["indices"] for batch in batches] == sum(epochs, [])
             workers |= {batch["worker"] for batch in batches}
             for order, batches_of_epoch in zip(orders, epochs, strict=True):
@@ -375,7 +458,9 @@ def test_pytorchs_sampler_agrees_where_the_numbers_divide_and_repeats_elsewhere(
         return Counter(index for sampler in samplers for index in sampler)
 
     def ours(num_items):
-        return Counter(sum((sum(step, []) for step in epoch_by_rank(num_items, 2, 4, seed=0, epoch=0)), []))
+        return Counter(
+            sum((sum(step, []) for step in epoch_by_rank(num_items, 2, 4, seed=0, epoch=0)), [])
+        )
 
     assert handed_out(16) == ours(16) == Counter(range(16))
     assert ours(13) == Counter(range(13)) and sum(handed_out(13).values()) == 16
@@ -396,7 +481,8 @@ def test_loader_leaves_the_global_generator_alone():
 
     assert not moved_by(batch_loader(data, sampler))
     assert not moved_by(batch_loader(data, sampler, num_workers=1))
-    assert moved_by(DataLoader(data, batch_sampler=sampler, collate_fn=dict))  # the planted mistake: no generator of its own
+    # the planted mistake: no generator of its own
+    assert moved_by(DataLoader(data, batch_sampler=sampler, collate_fn=dict))
 
 
 def test_loader_gives_whole_batches_also_empty_ones():

@@ -1,4 +1,6 @@
-"""Byte pair encoding at its edges: any text, any bytes, ties, damaged tables; `tokenizers` and naive drafts are the oracles."""
+"""Byte pair encoding at its edges: any text, any bytes, ties, damaged tables; `tokenizers` and
+naive drafts are the oracles.
+"""
 
 import json
 import os
@@ -29,12 +31,14 @@ byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
 few_letters = st.text("ab", max_size=12)
 one_letter = st.builds(lambda letter, n: letter * n, st.sampled_from("ab "), st.integers(0, 40))
 texts = st.lists(few_letters | one_letter | st.text("abc ", max_size=40), max_size=12).map(" ".join)
-characters = st.characters(exclude_categories=("Cs", "Cn"))  # unassigned ones are another question, see below
+# unassigned ones are another question, see below
+characters = st.characters(exclude_categories=("Cs", "Cn"))
 any_text = st.text(st.sampled_from("aé深1' \n\t.st") | characters, max_size=60)
 
 
 def merge(word, pair, new):
-    merged, i = [], 0
+    merged = []
+    i = 0
     while i < len(word):
         found = word[i : i + 2] == pair
         merged.append(new if found else word[i])
@@ -52,14 +56,19 @@ def count_pairs(words):
 
 def learn_naive(word_counts, num_merges, min_frequency=2):
     """Count every pair anew at every merge."""
-    words = {tuple(SYMBOLS[byte] for byte in word): frequency for word, frequency in word_counts.items()}
+    words = {
+        tuple(SYMBOLS[byte] for byte in word): frequency for word, frequency in word_counts.items()
+    }
     merges = []
     while len(merges) < num_merges and (counts := count_pairs(words)):
         most = max(counts.values())
         if most < min_frequency:
             break
         merges.append(min(pair for pair, count in counts.items() if count == most))
-        words = {merge(word, merges[-1], 255 + len(merges)): frequency for word, frequency in words.items()}
+        words = {
+            merge(word, merges[-1], 255 + len(merges)): frequency
+            for word, frequency in words.items()
+        }
     return merges
 
 
@@ -116,7 +125,10 @@ def test_learns_what_counting_anew_learns(text, num_merges, min_frequency):
 def test_learns_what_tokenizers_learns(corpus, num_merges, min_frequency):
     vocab, merges = tables_of(train_tokenizers(corpus, num_merges, min_frequency))
     expected, ids, special_tokens = merges_from_tokens(vocab, merges)
-    assert learn_merges(count_words(corpus), num_merges=num_merges, min_frequency=min_frequency) == expected
+    assert (
+        learn_merges(count_words(corpus), num_merges=num_merges, min_frequency=min_frequency)
+        == expected
+    )
     assert ids == list(range(256 + len(merges))) and special_tokens == {}
 
 
@@ -132,7 +144,8 @@ def test_learns_from_any_bytes(words):
 def test_ties_go_to_the_smaller_symbols():
     a, b, c = (SYMBOLS[byte] for byte in b"abc")
     assert learn_merges({b"bc": 2, b"ab": 2, b"ac": 2}, num_merges=3) == [(a, b), (a, c), (b, c)]
-    # The order is that of symbols, not of bytes: "~" (126) comes before the space (32), which GPT-2 numbers 220.
+    # The order is that of symbols, not of bytes: "~" (126) comes before the space (32), which GPT-2
+    # numbers 220.
     assert learn_merges({b" a": 2, b"~a": 2}, num_merges=1) == [(SYMBOLS[ord("~")], a)]
     # A new symbol is larger than every byte, and a larger count beats every tie.
     assert learn_merges({b"abc": 3, b"bb": 2}, num_merges=3) == [(a, b), (256, c), (b, b)]
@@ -140,7 +153,14 @@ def test_ties_go_to_the_smaller_symbols():
 
 @pytest.mark.parametrize("min_frequency, expected", [(1, 3), (2, 1), (3, 1), (4, 0)])
 def test_ends_early_where_pairs_are_too_rare(min_frequency, expected):
-    assert len(learn_merges({b"aaaa": 1, b"bc": 1, b"aa": 0}, num_merges=100, min_frequency=min_frequency)) == expected
+    assert (
+        len(
+            learn_merges(
+                {b"aaaa": 1, b"bc": 1, b"aa": 0}, num_merges=100, min_frequency=min_frequency
+            )
+        )
+        == expected
+    )
 
 
 def test_nothing_to_learn():
@@ -152,8 +172,10 @@ def test_nothing_to_learn():
 
 
 def test_a_pair_whose_count_fell_to_nothing_is_not_merged():
-    # (b, a) stands only between two (a, b): when these are merged it is gone, and must not come out of the queue.
-    a, b = SYMBOLS[ord("a")], SYMBOLS[ord("b")]
+    # (b, a) stands only between two (a, b): when these are merged it is gone, and must not come out
+    # of the queue.
+    a = SYMBOLS[ord("a")]
+    b = SYMBOLS[ord("b")]
     assert learn_merges({b"abab": 1}, num_merges=10, min_frequency=1) == [(a, b), (256, 256)]
 
 
@@ -186,20 +208,28 @@ def cuts_of_tokenizers(text):
 
 
 def test_every_character_is_cut_as_tokenizers_cuts_it():
-    """Each character after a letter, after a digit and after a space; of the private ones, which are all alike, some.
+    """Each character after a letter, after a digit and after a space; of the private ones, which
+    are all alike, some.
 
-    Libraries carry tables of different Unicode versions, and a character that is new may be a letter for one and unknown to
-    the other. So the claim is about the characters that this Python knows; `tokenizers` 0.23 knows those of Unicode 16.
+    Libraries carry tables of different Unicode versions, and a character that is new may be a
+    letter for one and unknown to the other. So the claim is about the characters that this Python
+    knows; `tokenizers` 0.23 knows those of Unicode 16.
     """
     every = [chr(code) for code in range(0x110000)]
     kind = {character: unicodedata.category(character) for character in every}
-    known = [c for c in every if kind[c] not in ("Cs", "Cn") and (kind[c] != "Co" or ord(c) % 97 == 0)]
+    known = [
+        c for c in every if kind[c] not in ("Cs", "Cn") and (kind[c] != "Co" or ord(c) % 97 == 0)
+    ]
     assert len(known) > 140_000 and float(unicodedata.unidata_version[:4]) < 17
     for start in range(0, len(known), 500):
         contexts = [f"a{c}1{c} {c}" for c in known[start : start + 500]]
         if cuts("".join(contexts)) != cuts_of_tokenizers("".join(contexts)):
-            wrong = [hex(ord(text[1])) for text in contexts if cuts(text) != cuts_of_tokenizers(text)]
-            pytest.fail(f"cut in another way: {wrong[:20]} or a border in the batch that begins at {start}")
+            wrong = [
+                hex(ord(text[1])) for text in contexts if cuts(text) != cuts_of_tokenizers(text)
+            ]
+            pytest.fail(
+                f"cut in another way: {wrong[:20]} or a border in the batch that begins at {start}"
+            )
 
 
 @settings(max_examples=200, deadline=None)
@@ -212,7 +242,11 @@ def test_text_is_cut_as_tokenizers_cuts_it(text):
 def test_words_hold_every_byte(pieces):
     words = count_words(piece.decode("utf-8", "surrogateescape") for piece in pieces)
     assert sum((Counter(piece) for piece in pieces), Counter()) == sum(
-        (Counter({byte: n * count for byte, n in Counter(word).items()}) for word, count in words.items()), Counter()
+        (
+            Counter({byte: n * count for byte, n in Counter(word).items()})
+            for word, count in words.items()
+        ),
+        Counter(),
     )
 
 
@@ -254,7 +288,9 @@ def test_encodes_as_tokenizers_does(text, other):
     tokenizer = train_tokenizers([text], 60, 1)
     merged = ranks(merges_from_tokens(*tables_of(tokenizer))[0])
     pieces = [piece.encode() for piece in GPT2_PATTERN.findall(other)]
-    assert [symbol for piece in pieces for symbol in apply_merges(piece, merged)] == tokenizer.encode(other).ids
+    assert [
+        symbol for piece in pieces for symbol in apply_merges(piece, merged)
+    ] == tokenizer.encode(other).ids
 
 
 @settings(deadline=None)
@@ -267,7 +303,9 @@ def test_any_bytes_come_back(data):
 
 @pytest.mark.parametrize("letters", [b"a", b"ab", b"aab"])
 def test_a_long_word_needs_few_steps(letters):
-    """A word of 100,000 bytes is 10 billion steps for a quadratic encoder: count the pairs that are looked up."""
+    """A word of 100,000 bytes is 10 billion steps for a quadratic encoder: count the pairs that are
+    looked up.
+    """
 
     class Counting(dict):
         looked = 0
@@ -287,7 +325,10 @@ def test_a_long_word_needs_few_steps(letters):
 # ---------------------------------------------------------------- special tokens
 
 
-@given(st.lists(st.text("ab|<>", max_size=20), max_size=5), st.sets(st.sampled_from(["|", "||", "<a>", "<a>|"])))
+@given(
+    st.lists(st.text("ab|<>", max_size=20), max_size=5),
+    st.sets(st.sampled_from(["|", "||", "<a>", "<a>|"])),
+)
 def test_no_name_of_a_special_token_is_left(corpus, names):
     pieces = list(between_special_tokens(corpus, sorted(names)))
     assert not any(name in piece for piece in pieces for name in names)
@@ -297,7 +338,10 @@ def test_no_name_of_a_special_token_is_left(corpus, names):
 
 def test_texts_are_cut_at_special_tokens():
     assert list(between_special_tokens(["a<e>b<e>", "<e"], ["<e>"])) == ["a", "b", "", "<e"]
-    assert list(between_special_tokens(["a<e>>b"], ["<e>", "<e>>"])) == ["a", "b"], "the longer name is cut out"
+    assert list(between_special_tokens(["a<e>>b"], ["<e>", "<e>>"])) == [
+        "a",
+        "b",
+    ], "the longer name is cut out"
     assert list(between_special_tokens(["a.b"], [".*"])) == ["a.b"], "a name is no pattern"
     assert list(between_special_tokens([b"\xe9<e>\xc3\xa9"], ["<e>"])) == ["\udce9", "é"]
 
@@ -350,7 +394,8 @@ def test_ids_need_not_be_symbols():
     [
         ([("ab", "c"), ("a", "b")], "merge 0, 'ab c'"),  # before its part is made
         ([("a", "b"), ("a", "b")], "merge 1, 'a b'"),  # twice
-        ([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")], "merge 3, 'a bc'"),  # the same bytes by another merge
+        # the same bytes by another merge
+        ([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")], "merge 3, 'a bc'"),
         ([("a", "b", "c")], "merge 0, 'a b c'"),
         ([("ab",)], "merge 0, 'ab'"),
         ([("a", "")], "merge 0"),
@@ -375,5 +420,7 @@ def test_visible_characters():
     assert set(BYTE_CHARACTERS.values()) == set(pre_tokenizers.ByteLevel.alphabet())
     assert list(BYTE_CHARACTERS.values()) == sorted(BYTE_CHARACTERS.values())
     for text in ("a b", "é\n", "深\x00\x7f"):
-        (visible, _), *more = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+        (visible, _), *more = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        ).pre_tokenize_str(text)
         assert visible == "".join(BYTE_CHARACTERS[byte] for byte in text.encode()) and not more

@@ -37,8 +37,15 @@ from llm_course.training.task import LanguageModelingTask, RegressionTask
 
 def make_engine(*callbacks, max_steps=12, **training) -> TrainingEngine:
     config = Config(
-        training=TrainingConfig(**(dict(max_steps=max_steps, eval_interval=4, precision="fp32", device="cpu") | training)),
-        optimization=OptimizationConfig(learning_rate=0.05, schedule="constant", warmup_steps=1, weight_decay=0.0),
+        training=TrainingConfig(
+            **(
+                dict(max_steps=max_steps, eval_interval=4, precision="fp32", device="cpu")
+                | training
+            )
+        ),
+        optimization=OptimizationConfig(
+            learning_rate=0.05, schedule="constant", warmup_steps=1, weight_decay=0.0
+        ),
     )
     task = RegressionTask(config)
     return TrainingEngine(config, task, task.build_data(), list(callbacks))
@@ -48,7 +55,8 @@ class Keep(Callback):
     """The states after every `every` steps."""
 
     def __init__(self, every):
-        self.every, self.states = every, {}
+        self.every = every
+        self.states = {}
 
     def on_step_end(self, engine, metrics):
         if engine.state.step % self.every == 0:
@@ -90,7 +98,9 @@ def test_the_log_holds_the_mean_over_all_targets_since_the_row_before(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 5, 8, 10, 12]
     sums, counts = zip(*seen[5:8], strict=True)
-    assert rows[2]["loss"] == pytest.approx(sum(sums) / sum(counts)) and rows[2]["targets"] == sum(c for _, c in seen[:8])
+    assert rows[2]["loss"] == pytest.approx(sum(sums) / sum(counts)) and rows[2]["targets"] == sum(
+        c for _, c in seen[:8]
+    )
 
 
 def test_the_console_table_has_a_line_for_each_row(tmp_path):
@@ -111,12 +121,18 @@ def events(folder: Path) -> dict[str, list[int]]:
 
 
 def test_after_a_resume_no_step_appears_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))  # files sort by it in one second
+    # files sort by it in one second
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     def build(max_steps):
-        return make_engine(MetricsLogger(tmp_path, log_interval=2), TensorBoardLogger(tmp_path / "tb"), max_steps=max_steps)
+        return make_engine(
+            MetricsLogger(tmp_path, log_interval=2),
+            TensorBoardLogger(tmp_path / "tb"),
+            max_steps=max_steps,
+        )
 
-    first, keep = build(8), Keep(4)
+    first = build(8)
+    keep = Keep(4)
     first.callbacks.append(keep)
     first.run()
     second = build(8)
@@ -146,7 +162,8 @@ def test_early_stopping_waits_for_its_patience_and_survives_a_resume():
 
 
 def test_early_stopping_counts_upwards_where_more_is_better():
-    stopper, engine = EarlyStopping(patience=1, metric="accuracy", mode="max"), types.SimpleNamespace(stop=lambda reason: None)
+    stopper = EarlyStopping(patience=1, metric="accuracy", mode="max")
+    engine = types.SimpleNamespace(stop=lambda reason: None)
     stopper.on_validation_end(engine, {"accuracy": 0.5})
     stopper.on_validation_end(engine, {"accuracy": 0.6})
     assert stopper.waited == 0
@@ -154,7 +171,9 @@ def test_early_stopping_counts_upwards_where_more_is_better():
         stopper.on_validation_end(engine, {"val_loss": 1.0})
 
 
-@pytest.mark.parametrize("settings", [dict(patience=0), dict(patience=1, mode="least"), dict(patience=1, min_delta=-1.0)])
+@pytest.mark.parametrize(
+    "settings", [dict(patience=0), dict(patience=1, mode="least"), dict(patience=1, min_delta=-1.0)]
+)
 def test_early_stopping_refuses_nonsense(settings):
     with pytest.raises(ValueError, match="must be at least 1"):
         EarlyStopping(**settings)
@@ -184,7 +203,9 @@ def test_the_learning_rate_falls_on_a_plateau_and_stays_low_after_a_resume():
 
 
 def test_samples_are_written_and_logged(tmp_path):
-    writer = SampleWriter(tmp_path, interval=5, sample=lambda model: f"weight {tuple(model.weight.shape)}")
+    writer = SampleWriter(
+        tmp_path, interval=5, sample=lambda model: f"weight {tuple(model.weight.shape)}"
+    )
     make_engine(writer, TensorBoardLogger(tmp_path / "tb")).run()
     text = (tmp_path / "samples.txt").read_text(encoding="utf-8")
     assert text == "--- step 5\nweight (1, 8)\n--- step 10\nweight (1, 8)\n"
@@ -205,10 +226,16 @@ def test_wandb_is_asked_for_by_name_and_gets_the_rows(tmp_path, monkeypatch):
     rows, run = {}, types.SimpleNamespace(id="abc", finish=lambda **k: rows.setdefault("end", k))
     run.log = lambda row, step: rows.update({step: row})
     asked = {}
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **k: asked.update(k) or run))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **k: asked.update(k) or run)
+    )
     logger = WandbLogger(tmp_path, project="p")
     make_engine(MetricsLogger(tmp_path, log_interval=4), logger).run()
-    assert sorted(step for step in rows if step != "end") == [4, 8, 12] and "val_loss" in rows[4] and rows["end"] == {}
+    assert (
+        sorted(step for step in rows if step != "end") == [4, 8, 12]
+        and "val_loss" in rows[4]
+        and rows["end"] == {}
+    )
     assert asked["project"] == "p" and asked["config"]["training"]["max_steps"] == 12
     again = WandbLogger(tmp_path, project="p")
     again.load_state_dict(logger.state_dict())
@@ -249,7 +276,12 @@ def test_metrics_are_plain_numbers_when_callbacks_see_them():
 
 def test_the_log_goes_on_where_the_state_was_although_a_row_was_torn(tmp_path):
     def run(folder, max_steps, state=None):
-        engine = make_engine(MetricsLogger(folder, log_interval=3), keep := Keep(4), max_steps=max_steps, eval_interval=8)
+        engine = make_engine(
+            MetricsLogger(folder, log_interval=3),
+            keep := Keep(4),
+            max_steps=max_steps,
+            eval_interval=8,
+        )
         engine.setup(state)
         engine.run()
         return keep.states[4] if state is None else None
@@ -260,7 +292,8 @@ def test_the_log_goes_on_where_the_state_was_although_a_row_was_torn(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 7, "lo')
     run(tmp_path / "killed", 8, state)
-    assert read_metrics(path) == read_metrics(tmp_path / "straight" / "metrics.jsonl")  # row 6 covers steps 4, 5 and 6
+    # row 6 covers steps 4, 5 and 6
+    assert read_metrics(path) == read_metrics(tmp_path / "straight" / "metrics.jsonl")
     assert [row["step"] for row in read_metrics(path)] == [3, 6, 8]
 
 
@@ -273,7 +306,10 @@ def test_a_metric_may_be_a_tensor_of_one_number(tmp_path):
     assert isinstance(read_metrics(tmp_path / "metrics.jsonl")[0]["norm"], float)
 
 
-@pytest.mark.parametrize("build", [lambda f: MetricsLogger(f, log_interval=0), lambda f: SampleWriter(f, interval=0, sample=str)])
+@pytest.mark.parametrize(
+    "build",
+    [lambda f: MetricsLogger(f, log_interval=0), lambda f: SampleWriter(f, interval=0, sample=str)],
+)
 def test_an_interval_of_nothing_is_refused(build, tmp_path):
     with pytest.raises(ValueError, match="interval=0 must be at least 1"):
         build(tmp_path)
@@ -284,20 +320,36 @@ def test_the_plot_names_a_unit_for_text_only(tmp_path):
     for more in ({}, {"val_bits_per_byte": 1.0}):
         row = {"step": 5, "loss": 2.0, "val_loss": 3.0} | more
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        with patch("llm_course.training.callbacks._draw", lambda *a, **labels: titles.append(labels["title"])):
+        with patch(
+            "llm_course.training.callbacks._draw",
+            lambda *a, **labels: titles.append(labels["title"]),
+        ):
             plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert titles[0] == "Validation loss 3.00 after 5 steps" and "nats per token" in titles[1] and "1.00 bits" in titles[1]
+    assert (
+        titles[0] == "Validation loss 3.00 after 5 steps"
+        and "nats per token" in titles[1]
+        and "1.00 bits" in titles[1]
+    )
 
 
 def test_early_stopping_agrees_with_its_definition():
     def stops_at(values, patience):
         ends = range(patience + 1, len(values) + 1)
-        return next((end for end in ends if min(values[end - patience : end]) >= min(values[: end - patience])), None)
+        return next(
+            (
+                end
+                for end in ends
+                if min(values[end - patience : end]) >= min(values[: end - patience])
+            ),
+            None,
+        )
 
     random = torch.Generator().manual_seed(0)
     for values in torch.randint(0, 12, (200, 12), generator=random).tolist():
-        stopper, stopped = EarlyStopping(patience=3), []
-        engine, seen = types.SimpleNamespace(stop=stopped.append), 0
+        stopper = EarlyStopping(patience=3)
+        stopped = []
+        engine = types.SimpleNamespace(stop=stopped.append)
+        seen = 0
         while seen < len(values) and not stopped:
             stopper.on_validation_end(engine, {"val_loss": values[seen]})
             seen += 1
@@ -317,7 +369,10 @@ def test_a_resumed_run_stops_at_the_step_of_the_straight_one():
 
     straight = last_step(EarlyStopping(patience=3, min_delta=0.01), None, keep := Keep(10))
     late = straight - 10
-    assert straight < 300 and last_step(EarlyStopping(patience=3, min_delta=0.01), keep.states[late]) == straight
+    assert (
+        straight < 300
+        and last_step(EarlyStopping(patience=3, min_delta=0.01), keep.states[late]) == straight
+    )
     assert last_step(Forgetful(patience=3, min_delta=0.01), keep.states[late]) > straight
 
 
@@ -331,10 +386,14 @@ def test_the_lowered_rates_are_those_of_reduce_lr_on_plateau():
                 self.rows.append((metrics["val_loss"], engine.optimizer.param_groups[0]["lr"]))
 
     rates = Rates()
-    engine = make_engine(LRSchedulerCallback(factor=0.5, patience=2), rates, max_steps=150, eval_interval=5)
+    engine = make_engine(
+        LRSchedulerCallback(factor=0.5, patience=2), rates, max_steps=150, eval_interval=5
+    )
     engine.run()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
-    oracle = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.0)
+    oracle = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=1, threshold=0.0
+    )
     for value, rate in rates.rows:
         oracle.step(value)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"])
@@ -346,10 +405,13 @@ def test_the_lowered_rates_are_those_of_reduce_lr_on_plateau():
 
 
 def test_tensorboard_has_hyperparameters_as_numbers_and_each_final_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))  # files sort by it in one second
+    # files sort by it in one second
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     def run(max_steps, state=None):
-        engine = make_engine(MetricsLogger(tmp_path), TensorBoardLogger(tmp_path), max_steps=max_steps)
+        engine = make_engine(
+            MetricsLogger(tmp_path), TensorBoardLogger(tmp_path), max_steps=max_steps
+        )
         engine.setup(state)
         engine.run()
         return copy.deepcopy(engine.state_dict())
@@ -359,20 +421,26 @@ def test_tensorboard_has_hyperparameters_as_numbers_and_each_final_once(tmp_path
     reader.Reload()
     content = reader.PluginTagToContent("hparams")[metadata.SESSION_START_INFO_TAG]
     settings = metadata.parse_session_start_info_plugin_data(content).hparams
-    assert settings["training.batch_size"].number_value == 16 and settings["task"].string_value == "lm"
+    assert (
+        settings["training.batch_size"].number_value == 16 and settings["task"].string_value == "lm"
+    )
     assert [event.step for event in reader.Scalars("final/val_loss")] == [4, 8]
     assert [event.step for event in reader.Tensors("config/text_summary")] == [0]
 
 
 def test_what_is_before_a_checkpoint_is_in_the_event_file(tmp_path, monkeypatch):
-    engine = make_engine(MetricsLogger(tmp_path, log_interval=1), TensorBoardLogger(tmp_path / "tb"))
+    engine = make_engine(
+        MetricsLogger(tmp_path, log_interval=1), TensorBoardLogger(tmp_path / "tb")
+    )
     engine.setup()
     engine._call("on_train_start")
     engine.state.step = 1
     engine._call("on_step_end", {"loss_sum": 2.0, "num_targets": 1})
     writer = engine.callbacks[1]._writer
     assert writer is not None
-    flushes, flush = [], writer.flush  # the writer's own thread may flush at any time as well
+    # the writer's own thread may flush at any time as well
+    flushes = []
+    flush = writer.flush
     monkeypatch.setattr(writer, "flush", lambda: (flush(), flushes.append("by the callback")))
     engine.state_dict()  # as a kill -9 right after the save would leave it
     assert flushes == ["by the callback"] and events(tmp_path / "tb")["loss"] == [1]
@@ -381,7 +449,9 @@ def test_what_is_before_a_checkpoint_is_in_the_event_file(tmp_path, monkeypatch)
 
 class Noisy(RegressionTask):
     def build_model(self, data):
-        return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+        )
 
 
 def noisy_engine(*callbacks, task=Noisy, **training):
@@ -396,11 +466,18 @@ def test_who_watches_leaves_no_trace(tmp_path):
         model.train()
         return f"{model(torch.randn(1, 8)).item()}"
 
-    loggers = MetricsLogger(tmp_path), TensorBoardLogger(tmp_path), LossPlot(tmp_path), EarlyStopping(patience=9)
+    loggers = (
+        MetricsLogger(tmp_path),
+        TensorBoardLogger(tmp_path),
+        LossPlot(tmp_path),
+        EarlyStopping(patience=9),
+    )
     watched = noisy_engine(SampleWriter(tmp_path, interval=2, sample=meddling), *loggers)
     alone = noisy_engine()
     watched.run(), alone.run()
-    assert watched.metrics == alone.metrics and same(watched.state_dict()["rng"], alone.state_dict()["rng"])
+    assert watched.metrics == alone.metrics and same(
+        watched.state_dict()["rng"], alone.state_dict()["rng"]
+    )
 
     def broken(model):
         torch.rand(1)
@@ -409,7 +486,9 @@ def test_who_watches_leaves_no_trace(tmp_path):
     engine = noisy_engine(SampleWriter(tmp_path, interval=2, sample=broken))
     with pytest.raises(RuntimeError, match="no text") as caught:
         engine.run()
-    assert caught.value.__notes__ == ["raised by SampleWriter.on_step_end"] and engine.model.training
+    assert (
+        caught.value.__notes__ == ["raised by SampleWriter.on_step_end"] and engine.model.training
+    )
 
 
 def same(a, b) -> bool:
@@ -426,27 +505,45 @@ class Explodes(Noisy):
     def train_step(self, model, batch):
         self.calls += 1
         self.kept = batch["x"]
-        return super().train_step(model, batch | {"y": batch["y"] * (math.inf if self.calls > 25 else 1.0)})
+        return super().train_step(
+            model, batch | {"y": batch["y"] * (math.inf if self.calls > 25 else 1.0)}
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("task", [Noisy, Explodes])
 def test_a_range_test_puts_everything_back(task, precision):
-    """In the middle of an epoch, with windows of two, also where it ends in an infinite loss; the run after it is the same."""
+    """In the middle of an epoch, with windows of two, also where it ends in an infinite loss; the
+    run after it is the same.
+    """
 
     def resumed(search):
-        engine = noisy_engine(Keep(4), task=task, precision=precision, gradient_accumulation_steps=2)
+        engine = noisy_engine(
+            Keep(4), task=task, precision=precision, gradient_accumulation_steps=2
+        )
         engine.setup(copy.deepcopy(state))
-        before, attributes = copy.deepcopy(engine.state_dict()), dict(vars(engine.task))
+        before = copy.deepcopy(engine.state_dict())
+        attributes = dict(vars(engine.task))
         if search:
             curve = find_learning_rate(engine, num_steps=40)
-            assert same(engine.state_dict(), before) and vars(engine.task) == attributes and not engine.in_step
-            assert (curve.losses[-1] == math.inf) == (task is Explodes) and len(curve.rates) == len(curve.losses)
-            assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.05) and engine.data_seconds == 0.0
+            assert (
+                same(engine.state_dict(), before)
+                and vars(engine.task) == attributes
+                and not engine.in_step
+            )
+            assert (curve.losses[-1] == math.inf) == (task is Explodes) and len(curve.rates) == len(
+                curve.losses
+            )
+            assert (
+                engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+                and engine.data_seconds == 0.0
+            )
         engine.run()
         return engine.state_dict()
 
-    first = noisy_engine(keep := Keep(4), task=Noisy, precision=precision, gradient_accumulation_steps=2)
+    first = noisy_engine(
+        keep := Keep(4), task=Noisy, precision=precision, gradient_accumulation_steps=2
+    )
     first.run()
     state = keep.states[4]
     assert same(*(ended | {"callbacks": None} for ended in (resumed(False), resumed(True))))
@@ -458,7 +555,11 @@ def test_a_range_test_that_forgets_a_part_is_found(forgotten):
         engine = noisy_engine()
         engine.setup()
         back = engine.load_state_dict
-        with patch.object(engine, "load_state_dict", lambda state: back(state | {forgotten: engine.state_dict()[forgotten]})):
+        with patch.object(
+            engine,
+            "load_state_dict",
+            lambda state: back(state | {forgotten: engine.state_dict()[forgotten]}),
+        ):
             if search:
                 find_learning_rate(engine, num_steps=20)
         return engine.run()
@@ -472,18 +573,29 @@ class Descent(RegressionTask):
 
 
 def test_a_range_test_measures_what_algebra_predicts():
-    """Full batches, plain gradient descent: the loss is known at each rate, and explodes soon after 2 / largest eigenvalue."""
+    """Full batches, plain gradient descent: the loss is known at each rate, and explodes soon after
+    2 / largest eigenvalue.
+    """
     engine = noisy_engine(task=Descent, batch_size=448, max_grad_norm=1e9)
     curve = find_learning_rate(engine, lowest=1e-3, smoothing=0.0)
     data = engine.data.train_dataset
-    x, y = torch.cat([data.x, torch.ones(448, 1)], dim=1).double(), data.y.double()
-    hessian, best = 2 * x.T @ x / 448, torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
-    error = torch.cat([parameter.detach().flatten() for parameter in engine.model.parameters()]).double() - best
+    x = torch.cat([data.x, torch.ones(448, 1)], dim=1).double()
+    y = data.y.double()
+    hessian = 2 * x.T @ x / 448
+    best = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    error = (
+        torch.cat(
+            [parameter.detach().flatten() for parameter in engine.model.parameters()]
+        ).double()
+        - best
+    )
     limit = 2 / torch.linalg.eigvalsh(hessian).max().item()
     for rate, loss in zip(curve.rates, curve.losses, strict=True):
         if rate > limit:
             break
-        assert loss == pytest.approx(((x @ best - y).square().mean() + error @ hessian @ error / 2).item(), rel=1e-4)
+        assert loss == pytest.approx(
+            ((x @ best - y).square().mean() + error @ hessian @ error / 2).item(), rel=1e-4
+        )
         error = error - rate * hessian @ error
     assert limit < curve.rates[-1] < 6 * limit and curve.smoothed == curve.losses
     ratios = [b / a for a, b in zip(curve.rates, curve.rates[1:], strict=False)]
@@ -492,7 +604,9 @@ def test_a_range_test_measures_what_algebra_predicts():
 
 class Copying(LanguageModelingTask):
     def build_data(self):
-        return SyntheticDataModule(num_examples=200, length=4, batch_size=8, seed=self.config.training.seed)
+        return SyntheticDataModule(
+            num_examples=200, length=4, batch_size=8, seed=self.config.training.seed
+        )
 
     def metrics(self, loss, data):
         return {}
@@ -502,7 +616,9 @@ def test_the_suggested_rate_beats_a_tenth_and_ten_times_of_it():
     def engine(rate=1e-3):
         config = Config(
             model=ModelConfig(hidden_size=32, num_layers=1, num_heads=2),
-            training=TrainingConfig(max_steps=60, eval_interval=60, batch_size=8, seed=3, precision="fp32", device="cpu"),
+            training=TrainingConfig(
+                max_steps=60, eval_interval=60, batch_size=8, seed=3, precision="fp32", device="cpu"
+            ),
             optimization=OptimizationConfig(learning_rate=rate, warmup_steps=10),
         )
         task = Copying(config)
@@ -515,9 +631,13 @@ def test_the_suggested_rate_beats_a_tenth_and_ten_times_of_it():
 
 def test_a_curve_suggests_only_what_it_has_seen(tmp_path):
     def curve(*losses):
-        return LearningRateCurve([10.0 ** (place - 3) for place in range(len(losses))], list(losses), list(losses))
+        return LearningRateCurve(
+            [10.0 ** (place - 3) for place in range(len(losses))], list(losses), list(losses)
+        )
 
-    assert curve(5.0, 2.0, 3.0).suggest() == pytest.approx(1e-3) and curve(5.0, 2.0, math.inf).suggest() == pytest.approx(1e-3)
+    assert curve(5.0, 2.0, 3.0).suggest() == pytest.approx(1e-3) and curve(
+        5.0, 2.0, math.inf
+    ).suggest() == pytest.approx(1e-3)
     for one_sided in (curve(5.0, 6.0, 7.0), curve(5.0, 4.0, 3.0)):
         with pytest.raises(ValueError, match="an end of the test: widen its range"):
             one_sided.suggest()
@@ -526,12 +646,19 @@ def test_a_curve_suggests_only_what_it_has_seen(tmp_path):
 
 
 def test_a_range_test_refuses_nonsense_and_several_processes():
-    for wrong in (dict(lowest=0.0), dict(lowest=1.0, highest=0.5), dict(num_steps=1), dict(smoothing=1.0)):
+    for wrong in (
+        dict(lowest=0.0),
+        dict(lowest=1.0, highest=0.5),
+        dict(num_steps=1),
+        dict(smoothing=1.0),
+    ):
         with pytest.raises(ValueError, match="are needed"):
             find_learning_rate(make_engine(), **wrong)
     engine = make_engine()
     engine.runtime = types.SimpleNamespace(world_size=2)
-    with pytest.raises(ValueError, match="search in one process, with gradient_accumulation_steps times as many"):
+    with pytest.raises(
+        ValueError, match="search in one process, with gradient_accumulation_steps times as many"
+    ):
         find_learning_rate(engine)
 
 
@@ -540,7 +667,10 @@ def test_a_range_test_ends_where_the_loss_explodes_and_calls_no_hook(precision):
     hooks = Hooks()
     engine = noisy_engine(hooks, task=Descent, precision=precision, max_grad_norm=1e9)
     curve = find_learning_rate(engine, highest=1e6)
-    assert len(curve.rates) < 100 and max(curve.smoothed[:-1]) <= 4 * min(curve.smoothed) + curve.smoothed[0]
+    assert (
+        len(curve.rates) < 100
+        and max(curve.smoothed[:-1]) <= 4 * min(curve.smoothed) + curve.smoothed[0]
+    )
     assert hooks.seen == [] and engine.state.step == 0
     engine.run()  # as if nothing had been
     assert hooks.seen[-1] == ("on_train_end", 12)

@@ -1,4 +1,6 @@
-"""The tree of settings and its four sources: what it takes, what it refuses and with which words, and that it can be saved."""
+"""The tree of settings and its four sources: what it takes, what it refuses and with which words,
+and that it can be saved.
+"""
 
 import dataclasses
 import math
@@ -36,9 +38,15 @@ SECTIONS = {
     "data": DataConfig, "training": TrainingConfig, "optimization": OptimizationConfig, "distributed": DistributedConfig,
     "checkpoint": CheckpointConfig, "logging": LoggingConfig,
 }  # fmt: skip
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 # Each example builds a parser, so a failing one is not made smaller.
-FAST = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+FAST = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +58,9 @@ def nowhere(tmp_path, monkeypatch):
 
 
 def outcome(words=(), file=None, **environment):
-    """The configuration of these sources, or the words of the refusal; any other error goes through."""
+    """The configuration of these sources, or the words of the refusal; any other error goes
+    through.
+    """
     words = list(words)
     if file is not None:
         Path("run.yaml").write_text(file, encoding="utf-8")
@@ -69,7 +79,11 @@ def outcome(words=(), file=None, **environment):
 
 def test_defaults_are_valid_and_have_one_length():
     config = Config()
-    assert (config.training.max_steps, config.training.max_epochs, config.training.max_tokens) == (1000, None, None)
+    assert (config.training.max_steps, config.training.max_epochs, config.training.max_tokens) == (
+        1000,
+        None,
+        None,
+    )
     assert load_config([]) == (config, False) and load_config(["--resume"]) == (config, True)
     assert not hasattr(config, "__slots__") and config != Config(run_dir="runs/other")
 
@@ -100,21 +114,55 @@ def test_every_field_refuses_every_wrong_type_by_its_path(section):
         for value in wrong_for(field.type):
             with pytest.raises(ValueError) as error:
                 SECTIONS[section](**{field.name: value})
-            assert str(error.value).startswith(f"{section}.{field.name}=") and " must be " in str(error.value), value
+            assert str(error.value).startswith(f"{section}.{field.name}=") and " must be " in str(
+                error.value
+            ), value
 
 
 @pytest.mark.parametrize(
     "section, bad",
     [
-        ("data", dict(vocab_size=0, sequence_length=-1, num_proc=0, num_workers=-1, val_fraction=0.0)),
+        (
+            "data",
+            dict(vocab_size=0, sequence_length=-1, num_proc=0, num_workers=-1, val_fraction=0.0),
+        ),
         ("data", dict(val_fraction=1, clean=["nfc", "shout"])),
         ("data", dict(val_fraction=NAN)),
-        ("training", dict(max_steps=0, max_epochs=-1, max_tokens=0, batch_size=0, gradient_accumulation_steps=0, patience=0)),
+        (
+            "training",
+            dict(
+                max_steps=0,
+                max_epochs=-1,
+                max_tokens=0,
+                batch_size=0,
+                gradient_accumulation_steps=0,
+                patience=0,
+            ),
+        ),
         ("training", dict(max_grad_norm=NAN, eval_interval=0, seed=-1)),
         ("training", dict(max_grad_norm=INF, seed=2**63)),
         ("training", dict(max_grad_norm=0)),
-        ("optimization", dict(learning_rate=0.0, warmup_steps=-1, weight_decay=-0.1, beta1=1.0, beta2=-0.1, min_lr_ratio=1.1)),
-        ("optimization", dict(learning_rate=NAN, weight_decay=INF, beta1=NAN, min_lr_ratio=NAN, router_bias_rate=-1e-3)),
+        (
+            "optimization",
+            dict(
+                learning_rate=0.0,
+                warmup_steps=-1,
+                weight_decay=-0.1,
+                beta1=1.0,
+                beta2=-0.1,
+                min_lr_ratio=1.1,
+            ),
+        ),
+        (
+            "optimization",
+            dict(
+                learning_rate=NAN,
+                weight_decay=INF,
+                beta1=NAN,
+                min_lr_ratio=NAN,
+                router_bias_rate=-1e-3,
+            ),
+        ),
         ("optimization", dict(learning_rate=INF)),
         ("distributed", dict(world_size=0, timeout=0, cpu_offload=True)),
         ("distributed", dict(timeout=NAN)),
@@ -129,41 +177,77 @@ def test_values_out_of_range_are_refused_by_their_path(section, bad):
 
 
 def test_values_at_the_edge_are_taken():
-    OptimizationConfig(warmup_steps=0, weight_decay=0, beta1=0.0, min_lr_ratio=0, router_bias_rate=0.0)
+    OptimizationConfig(
+        warmup_steps=0, weight_decay=0, beta1=0.0, min_lr_ratio=0, router_bias_rate=0.0
+    )
     OptimizationConfig(min_lr_ratio=1.0, beta2=0.9999)
     TrainingConfig(seed=2**63 - 1, max_steps=1, patience=1, max_grad_norm=1e-300)
     DataConfig(val_fraction=1e-9, num_workers=0, sequence_length=1)
 
 
-@pytest.mark.parametrize("given", [("max_steps", "max_epochs"), ("max_steps", "max_tokens"), ("max_epochs", "max_tokens")])
+@pytest.mark.parametrize(
+    "given",
+    [("max_steps", "max_epochs"), ("max_steps", "max_tokens"), ("max_epochs", "max_tokens")],
+)
 def test_a_run_has_one_length(given):
-    with pytest.raises(ValueError, match=f"training.{given[0]}=2 and training.{given[1]}=2: a run has one length"):
+    with pytest.raises(
+        ValueError, match=f"training.{given[0]}=2 and training.{given[1]}=2: a run has one length"
+    ):
         TrainingConfig(**dict.fromkeys(given, 2))
     for name in given:
         config = Config(training=TrainingConfig(**{name: 2}))
-        assert getattr(config.training, name) == 2 and (config.training.max_steps is None) == (name != "max_steps")
+        assert getattr(config.training, name) == 2 and (config.training.max_steps is None) == (
+            name != "max_steps"
+        )
 
 
 @pytest.mark.parametrize(
     "parts, words",
     [
         (dict(run_dir=""), "run_dir='' is no folder: name one"),
-        (dict(data=DataConfig(sequence_length=257)), "data.sequence_length=257 does not fit model.max_position_embeddings=256"),
-        (dict(training=TrainingConfig(precision="fp16")), "training.precision=fp16 does not go with distributed.strategy=fsdp"),
-        (dict(training=TrainingConfig(compile=True)), "training.compile=True does not go with distributed.strategy=fsdp"),
-        (dict(optimization=OptimizationConfig(optimizer="muon")), "optimization.optimizer=muon does not go with"),
-        (dict(logging=LoggingConfig(sample_interval=5)), "logging.sample_interval=5 does not go with distributed.strategy=fsdp"),
         (
-            dict(distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")),
-            "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu: take gloo",
+            dict(data=DataConfig(sequence_length=257)),
+            "data.sequence_length=257 does not fit model.max_position_embeddings=256",
         ),
-        (dict(optimization=OptimizationConfig(router_bias_rate=0.01)), "router_bias_rate=0.01 needs model.use_moe=True"),
+        (
+            dict(training=TrainingConfig(precision="fp16")),
+            "training.precision=fp16 does not go with distributed.strategy=fsdp",
+        ),
+        (
+            dict(training=TrainingConfig(compile=True)),
+            "training.compile=True does not go with distributed.strategy=fsdp",
+        ),
+        (
+            dict(optimization=OptimizationConfig(optimizer="muon")),
+            "optimization.optimizer=muon does not go with",
+        ),
+        (
+            dict(logging=LoggingConfig(sample_interval=5)),
+            "logging.sample_interval=5 does not go with distributed.strategy=fsdp",
+        ),
+        (
+            dict(
+                distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")
+            ),
+            (
+                "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu:"
+                " take gloo"
+            ),
+        ),
+        (
+            dict(optimization=OptimizationConfig(router_bias_rate=0.01)),
+            "router_bias_rate=0.01 needs model.use_moe=True",
+        ),
         (dict(model={"hidden_size": 64}), "model={'hidden_size': 64} must be a ModelConfig"),
         (dict(run_dir=None), "run_dir=None must be a text"),
     ],
 )
 def test_impossible_combinations_say_a_way_out(parts, words):
-    fsdp = {"distributed": DistributedConfig(strategy="fsdp")} if "fsdp" in words or "muon" in words else {}
+    fsdp = (
+        {"distributed": DistributedConfig(strategy="fsdp")}
+        if "fsdp" in words or "muon" in words
+        else {}
+    )
     with pytest.raises(ValueError) as error:
         Config(**parts, **fsdp)
     assert words in str(error.value)
@@ -180,7 +264,9 @@ def test_combinations_that_go_together_are_taken():
 
 
 def test_nothing_is_shared():
-    one, other, names = Config(), Config(), ["a.txt"]
+    one = Config()
+    other = Config()
+    names = ["a.txt"]
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
             assert getattr(one, field.name) is not getattr(other, field.name)
@@ -189,29 +275,42 @@ def test_nothing_is_shared():
     names.append("b.txt")
     assert other.data.files == [] and mine.files == ["a.txt"]
     training = TrainingConfig()
-    assert Config(training=training).training.max_steps == 1000 and training.max_steps is None  # the caller's stays as it was
+    # the caller's stays as it was
+    assert Config(training=training).training.max_steps == 1000 and training.max_steps is None
 
 
 def test_whatever_can_be_made_can_be_saved():
     config = Config(
         run_dir=Path("runs/x"),
-        data=DataConfig(files=(Path("a.txt"), "b.txt"), val_fraction=np.float32(0.5), vocab_size=np.int64(300), clean="nfc"),
+        data=DataConfig(
+            files=(Path("a.txt"), "b.txt"),
+            val_fraction=np.float32(0.5),
+            vocab_size=np.int64(300),
+            clean="nfc",
+        ),
         optimization=OptimizationConfig(weight_decay=0, learning_rate=np.float64(1e-7)),
-        model=ModelConfig(hidden_size=np.int32(64), rope_scaling=RopeScaling(rope_type="linear", factor=np.float64(2))),
+        model=ModelConfig(
+            hidden_size=np.int32(64),
+            rope_scaling=RopeScaling(rope_type="linear", factor=np.float64(2)),
+        ),
     )
     save_config(config, "config.yaml")
     assert read_config("config.yaml") == config
     assert config.data.files == ["a.txt", "b.txt"] and config.data.clean == ["nfc"]
 
 
-@pytest.mark.parametrize("enum", [StrEnum("Schedule", {"LINEAR": "linear"}), Enum("Schedule", {"LINEAR": "linear"}, type=str)])
+@pytest.mark.parametrize(
+    "enum",
+    [StrEnum("Schedule", {"LINEAR": "linear"}), Enum("Schedule", {"LINEAR": "linear"}, type=str)],
+)
 def test_texts_of_other_kinds_become_plain(enum):
     config = Config(
         run_dir=np.str_("runs/x"),
         data=DataConfig(corpus=np.str_("a"), files=list(np.array(["a.txt"]))),
         optimization=OptimizationConfig(schedule=enum.LINEAR),
     )
-    data, optimization = config.data, config.optimization
+    data = config.data
+    optimization = config.optimization
     texts = [config.run_dir, data.corpus, *data.files, optimization.schedule]
     assert texts == ["runs/x", "a", "a.txt", "linear"] and {type(text) for text in texts} == {str}
     save_config(config, "config.yaml")
@@ -222,8 +321,14 @@ def test_texts_of_other_kinds_become_plain(enum):
     "section, name, value, words",
     [
         (TrainingConfig, "batch_size", 10**400, "training.batch_size: int too large"),
-        (TrainingConfig, "max_steps", 10**5000, "training.max_steps: int too large"),  # Python would not even print it
-        (OptimizationConfig, "learning_rate", Fraction(10**400), "optimization.learning_rate: integer division result too large"),
+        # Python would not even print it
+        (TrainingConfig, "max_steps", 10**5000, "training.max_steps: int too large"),
+        (
+            OptimizationConfig,
+            "learning_rate",
+            Fraction(10**400),
+            "optimization.learning_rate: integer division result too large",
+        ),
         (OptimizationConfig, "schedule", np.array(["a", "b"]), "optimization.schedule=array"),
         (Config, "run_dir", "\udc80x", "run_dir: 'utf-8' codec can't encode"),
         (DataConfig, "files", [Path("\udc80x")], "data.files: 'utf-8' codec can't encode"),
@@ -241,7 +346,10 @@ def test_the_home_folder(monkeypatch):
     monkeypatch.setenv("USERPROFILE", "/home/me")
     config = outcome(["--run-dir=~/runs/x"])
     assert config == Config(run_dir="~/runs/x") and Path(config.run_dir) == Path("/home/me/runs/x")
-    assert [Config(run_dir=path).run_dir for path in ("a/~", "~no such user/x")] == ["a/~", "~no such user/x"]
+    assert [Config(run_dir=path).run_dir for path in ("a/~", "~no such user/x")] == [
+        "a/~",
+        "~no such user/x",
+    ]
 
 
 NOTHING = ["#llm", "# x", "&a", "null ", "!!null x", "null # x", "---", "\ufeff"]
@@ -249,14 +357,21 @@ NOTHING = ["#llm", "# x", "&a", "null ", "!!null x", "null # x", "---", "\ufeff"
 
 @pytest.mark.parametrize("text", NOTHING)
 def test_a_text_that_is_nothing_in_yaml_is_refused_where_null_is_possible(text):
-    for make, key in ((LoggingConfig, "logging.wandb_project"), (CheckpointConfig, "checkpoint.best_metric")):
+    for make, key in (
+        (LoggingConfig, "logging.wandb_project"),
+        (CheckpointConfig, "checkpoint.best_metric"),
+    ):
         section, name = key.split(".")
         with pytest.raises(ValueError, match=f"{key}=.* is nothing in YAML"):
             make(**{name: text})
     for key in ("logging.wandb_project", "training.max_steps", "model.rope_scaling"):
         section, name = key.split(".")
         quoted = yaml.safe_dump({section: {name: text}})
-        for said in (outcome([f"--{key}={text}"]), outcome([], quoted), outcome([], **{f"{section}__{name}".upper(): text})):
+        for said in (
+            outcome([f"--{key}={text}"]),
+            outcome([], quoted),
+            outcome([], **{f"{section}__{name}".upper(): text}),
+        ):
             assert f"{key}={text!r} is nothing in YAML" in str(said)
     assert outcome([f"--logging.sample_prompt={text}"]).logging.sample_prompt == text
 
@@ -274,22 +389,31 @@ def test_null_and_blank_texts_are_taken():
 def test_words_for_annotations():
     words = config_module._in_words
     assert words(int | None) == "a whole number or null" and words(bool) == "true or false"
-    assert words(list[str] | str) == "a list of texts or a text" and words(Literal["a"] | None) == "a or null"
-    assert words(ModelConfig.__dataclass_fields__["layer_types"].type).startswith("a list of sliding_attention or full_attention")
+    assert (
+        words(list[str] | str) == "a list of texts or a text"
+        and words(Literal["a"] | None) == "a or null"
+    )
+    assert words(ModelConfig.__dataclass_fields__["layer_types"].type).startswith(
+        "a list of sliding_attention or full_attention"
+    )
 
 
 # ---------------------------------------------------------------- precedence
 
 
 def test_every_pair_and_every_set_of_sources():
-    """All subsets of the four sources, for a key that all of them name and one that only the file names."""
+    """All subsets of the four sources, for a key that all of them name and one that only the file
+    names.
+    """
     for file, environment, words in product((False, True), repeat=3):
         config = outcome(
             ["--training.max_steps", "300"] if words else [],
             "training: {max_steps: 100, batch_size: 3}" if file else None,
             **({"TRAINING__MAX_STEPS": "200"} if environment else {}),
         )
-        assert config.training.max_steps == (300 if words else 200 if environment else 100 if file else 1000)
+        assert config.training.max_steps == (
+            300 if words else 200 if environment else 100 if file else 1000
+        )
         assert config.training.batch_size == (3 if file else 16)
 
 
@@ -307,15 +431,31 @@ def test_of_several_files_the_later_wins_key_by_key(monkeypatch):
 
 
 def test_the_last_word_wins_and_dashes_are_underscores():
-    words = ["--training.max_steps", "5", "--run-dir", "my-runs/a", "--training.max-steps=7", "--logging.sample_prompt=--a-b"]
+    words = [
+        "--training.max_steps",
+        "5",
+        "--run-dir",
+        "my-runs/a",
+        "--training.max-steps=7",
+        "--logging.sample_prompt=--a-b",
+    ]
     config = outcome(words)
-    assert (config.training.max_steps, config.run_dir, config.logging.sample_prompt) == (7, "my-runs/a", "--a-b")
+    assert (config.training.max_steps, config.run_dir, config.logging.sample_prompt) == (
+        7,
+        "my-runs/a",
+        "--a-b",
+    )
 
 
 def test_a_length_is_changed_by_setting_the_other_to_null():
     file = "training: {max_steps: 7}"
     assert "set the others to null" in outcome(["--training.max_tokens", "5"], file)
-    assert outcome(["--training.max_tokens", "5", "--training.max_steps", "null"], file).training.max_tokens == 5
+    assert (
+        outcome(
+            ["--training.max_tokens", "5", "--training.max_steps", "null"], file
+        ).training.max_tokens
+        == 5
+    )
 
 
 def test_a_saved_run_ignores_the_environment(monkeypatch):
@@ -340,7 +480,14 @@ def test_the_library_s_own_variable_switches_nothing(monkeypatch, switch):
 
 
 def test_print_config_can_be_read_back(capsys):
-    words = ["--data.files", "a: b.txt", "--training.max_epochs", "3", "--model.rope_scaling", "{rope_type: linear, factor: 2}"]
+    words = [
+        "--data.files",
+        "a: b.txt",
+        "--training.max_epochs",
+        "3",
+        "--model.rope_scaling",
+        "{rope_type: linear, factor: 2}",
+    ]
     expected = outcome(words)
     with pytest.raises(SystemExit) as leave:
         load_config([*words, "--print-config"])
@@ -371,7 +518,8 @@ REFUSED = [
     (["--training.max_step", "3"], None, {}, "'training.max_step' is no key"),  # no abbreviations
     (["--lr", "3"], None, {}, "'lr' is no key of the configuration; --print_config shows all of them"),
     (["--model.rope_scaling.factr=4"], None, {}, "do you mean 'model.rope_scaling.factor'?"),
-    (["--model.patience", "3"], None, {}, "do you mean 'training.patience'?"),  # the right word in another section
+    # the right word in another section
+    (["--model.patience", "3"], None, {}, "do you mean 'training.patience'?"),
     (["--training", "{max_steps: 3, max_steps: 4}"], None, {}, "set its keys one by one, such as training.max_steps"),
     ([], "training: {max_stepz: 3}", {}, "run.yaml: 'training.max_stepz' is no key of the configuration; do you mean"),
     ([], "learning_rate: 3", {}, "do you mean 'optimization.learning_rate'?"),
@@ -451,7 +599,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words, file, environment, message", REFUSED, ids=[case[3][:50] for case in REFUSED])
+@pytest.mark.parametrize(
+    "words, file, environment, message", REFUSED, ids=[case[3][:50] for case in REFUSED]
+)
 def test_refused_with_these_words(words, file, environment, message):
     said = outcome(words, file, **environment)
     assert isinstance(said, str), said
@@ -465,7 +615,9 @@ def test_a_variable_in_small_letters_is_refused():
     assert outcome(XYLOPHONE="x").endswith("shows all of them") and isinstance(outcome(), Config)
 
 
-@pytest.mark.parametrize("file", ["", " \n", "# training: {max_steps: 5}\n", "---\n", "null", "~", "{}"])
+@pytest.mark.parametrize(
+    "file", ["", " \n", "# training: {max_steps: 5}\n", "---\n", "null", "~", "{}"]
+)
 def test_a_file_that_sets_nothing_is_taken(file):
     assert outcome([], file) == Config()
     Path("more.yaml").write_text("training: {max_steps: 5}")
@@ -475,7 +627,9 @@ def test_a_file_that_sets_nothing_is_taken(file):
 def test_files_in_odd_encodings():
     Path("latin.yaml").write_bytes(b"run_dir: caf\xe9")
     assert "latin.yaml: 'utf-8' codec can't decode" in outcome(["--config", "latin.yaml"])
-    Path("weird [1] name.yaml").write_text("run_dir: café\nlogging: {sample_prompt: '深'}", encoding="utf-8")
+    Path("weird [1] name.yaml").write_text(
+        "run_dir: café\nlogging: {sample_prompt: '深'}", encoding="utf-8"
+    )
     config = outcome(["--config", "weird [1] name.yaml"])
     assert (config.run_dir, config.logging.sample_prompt) == ("café", "深")
 
@@ -512,23 +666,35 @@ def test_nested_values_from_every_source():
     file = "model: {rope_scaling: {rope_type: linear, factor: 2.0}}"
     two = RopeScaling(rope_type="linear", factor=2.0)
     assert outcome([], file).model.rope_scaling == two
-    assert outcome(["--model.rope_scaling", "{rope_type: linear, factor: 2}"]).model.rope_scaling == two
-    assert outcome([], MODEL__ROPE_SCALING="{rope_type: linear, factor: 2}").model.rope_scaling == two
+    assert (
+        outcome(["--model.rope_scaling", "{rope_type: linear, factor: 2}"]).model.rope_scaling
+        == two
+    )
+    assert (
+        outcome([], MODEL__ROPE_SCALING="{rope_type: linear, factor: 2}").model.rope_scaling == two
+    )
     assert outcome(["--model.rope_scaling.factor=8"], file).model.rope_scaling.factor == 8
     assert outcome(["--model.rope_scaling", "null"], file).model.rope_scaling is None
 
 
 def test_a_nested_value_is_replaced_by_a_variable_and_merged_by_the_others():
     yarn = "{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 128}"
-    yarn, linear = f"model: {{rope_scaling: {yarn}}}", "{rope_type: linear, factor: 4}"
+    yarn = f"model: {{rope_scaling: {yarn}}}"
+    linear = "{rope_type: linear, factor: 4}"
     Path("later.yaml").write_text(f"model: {{rope_scaling: {linear}}}")
     Path("none.yaml").write_text("model: {rope_scaling: null}")
     clash = "original_max_position_embeddings=128 means nothing to rope_type='linear'"
-    assert outcome([], yarn, MODEL__ROPE_SCALING=linear).model.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
-    assert clash in outcome([f"--model.rope_scaling={linear}"], yarn) and clash in outcome(["--config=later.yaml"], yarn)
+    assert outcome([], yarn, MODEL__ROPE_SCALING=linear).model.rope_scaling == RopeScaling(
+        rope_type="linear", factor=4.0
+    )
+    assert clash in outcome([f"--model.rope_scaling={linear}"], yarn) and clash in outcome(
+        ["--config=later.yaml"], yarn
+    )
     both = outcome(["--config=none.yaml", "--config=later.yaml"], yarn)
     assert both.model.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
-    assert outcome(["--model.rope_scaling={factor: 8}"], yarn).model.rope_scaling.rope_type == "yarn"
+    assert (
+        outcome(["--model.rope_scaling={factor: 8}"], yarn).model.rope_scaling.rope_type == "yarn"
+    )
 
 
 def test_strict_loader_gives_what_pyyaml_gives():
@@ -539,16 +705,24 @@ def test_strict_loader_gives_what_pyyaml_gives():
 
 
 def test_nearest_name_finds_every_slip_of_one_letter():
-    """Drop, double or swap a letter of a key's last word: the key is named, alone or beside those with the same last word."""
+    """Drop, double or swap a letter of a key's last word: the key is named, alone or beside those
+    with the same last word.
+    """
     for key in sorted(set(sources._TYPES) - sources._SECTIONS):
         section, _, leaf = key.rpartition(".")
         if len(leaf) < 5:
             continue
-        for slip in (leaf[:2] + leaf[3:], leaf[:3] + leaf[2:], leaf[:1] + leaf[2] + leaf[1] + leaf[3:]):
+        for slip in (
+            leaf[:2] + leaf[3:],
+            leaf[:3] + leaf[2:],
+            leaf[:1] + leaf[2] + leaf[1] + leaf[3:],
+        ):
             for name in (f"{section}.{slip}".lstrip("."), slip):
                 if name not in sources._TYPES and slip != leaf:
                     assert f"'{key}'" in sources._nearest(name), (name, sources._nearest(name))
-    assert sources._nearest("vocab_siz").endswith("do you mean 'model.vocab_size' or 'data.vocab_size'?")
+    assert sources._nearest("vocab_siz").endswith(
+        "do you mean 'model.vocab_size' or 'data.vocab_size'?"
+    )
     assert sources._nearest("roe_type").endswith("do you mean 'model.rope_scaling.rope_type'?")
 
 
@@ -558,14 +732,29 @@ def test_nearest_name_finds_every_slip_of_one_letter():
 def values_of(kind, name):
     """Values of an annotation; what is refused for its range is left out by the caller."""
     odd = ["no", "1e3", "-1.5e3", "._5", "-._5e+3", "._"]
-    odd += ["010", "[a]", "{b", "a: b", "- x", "", " ", "null ", "2024-01-01", "é\n\t\x85\u2028\ufeff"]
+    odd += [
+        "010",
+        "[a]",
+        "{b",
+        "a: b",
+        "- x",
+        "",
+        " ",
+        "null ",
+        "2024-01-01",
+        "é\n\t\x85\u2028\ufeff",
+    ]
     text = st.sampled_from(odd) | st.text()
     number = st.floats(min_value=1e-300, max_value=0.999, exclude_max=True)
     table = {
-        int: st.integers(1, 2**40), float: number, bool: st.booleans(), int | None: st.none() | st.integers(1, 2**40),
-        str: text.filter(lambda value: name != "run_dir" or value), str | None: st.none() | text,
+        int: st.integers(1, 2**40),
+        float: number,
+        bool: st.booleans(),
+        int | None: st.none() | st.integers(1, 2**40),
+        str: text.filter(lambda value: name != "run_dir" or value),
+        str | None: st.none() | text,
         list[str] | str: st.lists(text, max_size=3),
-    }  # fmt: skip
+    }
     if name == "clean":
         return st.lists(st.sampled_from(list(config_module.CLEANING_STEPS)), max_size=3)
     return table[kind] if kind in table else st.sampled_from(kind.__args__)
@@ -574,14 +763,23 @@ def values_of(kind, name):
 @st.composite
 def configurations(draw):
     def part(kind, keep=()):
-        chosen = [field for field in dataclasses.fields(kind) if field.name not in keep and draw(st.booleans())]
+        chosen = [
+            field
+            for field in dataclasses.fields(kind)
+            if field.name not in keep and draw(st.booleans())
+        ]
         return {field.name: draw(values_of(field.type, field.name)) for field in chosen}
 
     training = part(TrainingConfig)
     for name in draw(st.permutations(["max_steps", "max_epochs", "max_tokens"]))[1:]:
         training.pop(name, None)
     distributed = part(DistributedConfig, keep=("strategy", "cpu_offload"))
-    yarn = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=0.1 + 0.2)
+    yarn = RopeScaling(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=64,
+        attention_factor=0.1 + 0.2,
+    )
     shapes = [
         ModelConfig(),
         ModelConfig(rope_scaling=yarn),
@@ -601,15 +799,38 @@ def configurations(draw):
     )
 
 
-TEXTS = "1e3 -1.5e3 ._5 +._5 -._5e+3 ._ _ _1 -_1 1_ .5 . .. .e1 .inf -.INF .nan inf nan 0x1F 0b1 0o7 1:30 1:30.5 =".split()
+TEXTS = (
+    "1e3 -1.5e3 ._5 +._5 -._5e+3 ._ _ _1 -_1 1_ .5 . .. .e1 .inf -.INF .nan inf nan 0x1F 0b1 0o7"
+    " 1:30 1:30.5 =".split()
+)
 
 
 @pytest.mark.parametrize(
-    "text", [*TEXTS, ".gitignore", "y", "no", "~x", "<<", "2024-01-01", "-", "- x", "#", "a #b", "'", '"', "!", "&a"]
+    "text",
+    [
+        *TEXTS,
+        ".gitignore",
+        "y",
+        "no",
+        "~x",
+        "<<",
+        "2024-01-01",
+        "-",
+        "- x",
+        "#",
+        "a #b",
+        "'",
+        '"',
+        "!",
+        "&a",
+    ],
 )
 def test_every_text_comes_back_as_it_was(text):
     config = Config(
-        run_dir=text, task=text, data=DataConfig(files=[text], corpus=text), logging=LoggingConfig(sample_prompt=text)
+        run_dir=text,
+        task=text,
+        data=DataConfig(files=[text], corpus=text),
+        logging=LoggingConfig(sample_prompt=text),
     )
     save_config(config, "config.yaml")
     assert read_config("config.yaml") == config
@@ -619,7 +840,12 @@ def test_every_text_comes_back_as_it_was(text):
 @settings(FAST, max_examples=20)
 def test_round_trip(parts):
     try:
-        config = Config(**{name: SECTIONS[name](**value) if name in SECTIONS else value for name, value in parts.items()})
+        config = Config(
+            **{
+                name: SECTIONS[name](**value) if name in SECTIONS else value
+                for name, value in parts.items()
+            }
+        )
     except ValueError as error:
         assert "nccl" in str(error) or "is nothing in YAML" in str(error)
         return
@@ -629,8 +855,18 @@ def test_round_trip(parts):
 
 
 LEAVES = st.sampled_from(sorted({key.rpartition(".")[2] for key in sources._TYPES}))
-SCALARS = st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.sampled_from(["", "no", "linear", "auto", "a.txt"])
-TREES = st.recursive(SCALARS, lambda part: st.lists(part, max_size=2) | st.dictionaries(LEAVES, part, max_size=3), max_leaves=6)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.sampled_from(["", "no", "linear", "auto", "a.txt"])
+)
+TREES = st.recursive(
+    SCALARS,
+    lambda part: st.lists(part, max_size=2) | st.dictionaries(LEAVES, part, max_size=3),
+    max_leaves=6,
+)
 
 
 @given(tree=TREES, key=st.sampled_from(sorted(sources._TYPES)))
@@ -656,7 +892,9 @@ def test_a_failed_save_leaves_the_old_file(monkeypatch):
 
 def test_a_save_forces_the_file_to_the_disk_before_it_has_its_name(monkeypatch):
     forced = []
-    monkeypatch.setattr(os, "fsync", lambda _: forced.append([path.stat().st_size for path in Path().iterdir()]))
+    monkeypatch.setattr(
+        os, "fsync", lambda _: forced.append([path.stat().st_size for path in Path().iterdir()])
+    )
     save_config(Config(), "config.yaml")
     assert forced == [[Path("config.yaml").stat().st_size]] and os.listdir() == ["config.yaml"]
 
@@ -665,7 +903,9 @@ def test_a_save_touches_no_other_file():
     for name in ("config.tmp", ".tmp", "config.yaml.tmp"):
         Path(name).write_text("mine")
     save_config(Config(), "config.yaml")
-    assert {Path(name).read_text() for name in ("config.tmp", ".tmp", "config.yaml.tmp")} == {"mine"}
+    assert {Path(name).read_text() for name in ("config.tmp", ".tmp", "config.yaml.tmp")} == {
+        "mine"
+    }
     Path("folder.yaml").mkdir()
     for path in ("folder.yaml", "no/such.yaml"):
         with pytest.raises(OSError) as error:
@@ -677,7 +917,9 @@ def test_a_save_touches_no_other_file():
 def test_a_save_refuses_what_could_not_be_read_again():
     config = Config()
     config.training.max_epochs = 3
-    with pytest.raises(ValueError, match="training.max_steps=1000 and training.max_epochs=3: a run has one length"):
+    with pytest.raises(
+        ValueError, match="training.max_steps=1000 and training.max_epochs=3: a run has one length"
+    ):
         save_config(config, "config.yaml")
     assert os.listdir() == []
 

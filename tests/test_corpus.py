@@ -1,4 +1,6 @@
-"""Corpora at their edges: broken files, data sets without a network, cleaning on any text, splits of any documents."""
+"""Corpora at their edges: broken files, data sets without a network, cleaning on any text, splits
+of any documents.
+"""
 
 import hashlib
 import json
@@ -55,21 +57,29 @@ def write_table(path, **columns):
 
 
 def test_built_in_corpora():
-    prose, code = load_corpus(), load_corpus("python-source")
+    prose = load_corpus()
+    code = load_corpus("python-source")
     assert prose.source.startswith("python-docs of ") and 1_500_000 < prose.num_bytes < 6_000_000
-    assert 5_000_000 < code.num_bytes < 40_000_000 and all(document.strip() for document in prose.documents + code.documents)
+    assert 5_000_000 < code.num_bytes < 40_000_000 and all(
+        document.strip() for document in prose.documents + code.documents
+    )
     assert any("def open_code" in text or "class JSONDecoder" in text for text in code.documents)
-    assert not any("class SupportTest" in text or "import pytest" in text for text in code.documents), "no tests"
-    paragraphs = [paragraph for document in prose.documents for paragraph in set(document.split("\n\n"))]
+    assert not any(
+        "class SupportTest" in text or "import pytest" in text for text in code.documents
+    ), "no tests"
+    paragraphs = [
+        paragraph for document in prose.documents for paragraph in set(document.split("\n\n"))
+    ]
     assert len(paragraphs) == len(set(paragraphs)), "a paragraph stands in two documents"
 
 
 def test_docstrings_are_found_in_every_block(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(
-        '"""m"""\nif x:\n  def f():\n    """f"""\nelse:\n  class C:\n    """C"""\n    async def g(self):\n      """g"""\n'
-        'try:\n  pass\nexcept E:\n  def h():\n    """h"""\nfinally:\n  def i():\n    """i"""\n'
-        'match x:\n  case 1:\n    def j():\n      """j"""\nwith y:\n  def k():\n    x = 1\n    """no docstring"""\n'
+        '"""m"""\nif x:\n  def f():\n    """f"""\nelse:\n  class C:\n    """C"""\n    async def'
+        ' g(self):\n      """g"""\ntry:\n  pass\nexcept E:\n  def h():\n    """h"""\nfinally:\n '
+        ' def i():\n    """i"""\nmatch x:\n  case 1:\n    def j():\n      """j"""\nwith y:\n  def'
+        ' k():\n    x = 1\n    """no docstring"""\n'
     )
     assert module._docstrings(path) == ["m\n\nf\n\nC\n\ng\n\nh\n\ni\n\nj"]
     path.write_text("x = 1")
@@ -91,7 +101,9 @@ def test_a_name_in_place_of_a_list(arguments):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="no corpus is called 'python_docs': there are python-docs, python-source"):
+    with pytest.raises(
+        ValueError, match="no corpus is called 'python_docs': there are python-docs, python-source"
+    ):
         load_corpus("python_docs")
 
 
@@ -102,7 +114,10 @@ def test_every_door_gives_the_same_documents(tmp_path, plant, monkeypatch):
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lines = "".join(json.dumps({"id": i, "body": text}, ensure_ascii=i % 2 == 0) + "\n" for i, text in enumerate(TEXTS))
+    lines = "".join(
+        json.dumps({"id": i, "body": text}, ensure_ascii=i % 2 == 0) + "\n"
+        for i, text in enumerate(TEXTS)
+    )
     texts = [plant(text, f"{i}.txt") for i, text in enumerate(TEXTS)]
     table = write_table(tmp_path / "table.parquet", id=[0, 1, 2], body=TEXTS)
     line_file = plant(lines, "folder/lines.jsonl")
@@ -124,7 +139,8 @@ def write_folder(tmp_path, texts):
 
 
 def test_order_is_kept_and_a_file_is_read_once(plant, tmp_path):
-    b, a = plant("b", "b.md"), plant("a", "a.text")
+    b = plant("b", "b.md")
+    a = plant("a", "a.text")
     corpus = load_corpus(files=[b, a, str(tmp_path / "*")])
     assert corpus.documents == ["b", "a"] and corpus.source == f"{b}, {a}, {tmp_path / '*'}"
 
@@ -143,17 +159,33 @@ def test_order_is_kept_and_a_file_is_read_once(plant, tmp_path):
         (b"", "a.jsonl", r"a\.jsonl is empty"),
         (b"\n\n", "a.jsonl", r"a\.jsonl is empty"),
         ('{"text": ""}\n{"text": " "}', "a.jsonl", r"a\.jsonl is empty"),
-        ('{"text": "a"}\n\n{"text": "b', "a.jsonl", r"a\.jsonl, line 3 is not JSON: Unterminated string"),
+        (
+            '{"text": "a"}\n\n{"text": "b',
+            "a.jsonl",
+            r"a\.jsonl, line 3 is not JSON: Unterminated string",
+        ),
         ("[" * 100_000, "a.jsonl", "line 1 is not JSON"),
         ("1" * 10_000, "a.jsonl", "line 1 is not"),
         ('["a"]', "a.jsonl", r'line 1 is \["a"\], expected an object'),
         ('"text"', "a.jsonl", "line 1 is .*expected an object"),
-        ('{"title": "x", "body": "y"}', "a.jsonl", "line 1 has no field 'text', it has 'title', 'body'"),
+        (
+            '{"title": "x", "body": "y"}',
+            "a.jsonl",
+            "line 1 has no field 'text', it has 'title', 'body'",
+        ),
         ("{}", "a.jsonl", "line 1 has no field 'text', it has none"),
-        ('{"text": "a"}\n{"text": 7}', "a.jsonl", r"line 2: the field holds 7 \(int\), expected text"),
+        (
+            '{"text": "a"}\n{"text": 7}',
+            "a.jsonl",
+            r"line 2: the field holds 7 \(int\), expected text",
+        ),
         ('{"text": null}', "a.jsonl", r"line 1: the field holds None \(NoneType\)"),
         ('{"text": ["a"]}', "a.jsonl", r"holds \['a'\] \(list\)"),
-        (r'{"text": "ab\ud800"}', "a.jsonl", r"line 1: character 2 is \\ud800, half of a surrogate pair"),
+        (
+            r'{"text": "ab\ud800"}',
+            "a.jsonl",
+            r"line 1: character 2 is \\ud800, half of a surrogate pair",
+        ),
         (b'{"text": "caf\xe9"}', "a.jsonl", "byte 0xe9 at offset 13"),
         (b"PAR1 and no more", "a.parquet", "not a whole parquet file"),
         (b"", "a.parquet", "not a whole parquet file"),
@@ -168,12 +200,21 @@ def test_broken_files_name_their_place(plant, data, name, message):
 def test_good_files_that_look_odd(plant):
     assert load_corpus(files=[plant("x", "one.txt")]).documents == ["x"]
     assert load_corpus(files=[plant(b"\xef\xbb\xbf{}", "bom.txt")]).documents == ["{}"]
-    lines = '\ufeff{"text": "a\u2028b"}\r\n\r\n{"text": "\\ud83d\\ude00", "other": 1}\n{"text": "\\u0000"}'
-    assert load_corpus(files=[plant(lines, "odd.JSONL")]).documents == ["a\u2028b", "\U0001f600", "\0"]
+    lines = (
+        '\ufeff{"text": "a\u2028b"}\r\n\r\n{"text": "\\ud83d\\ude00", "other": 1}\n{"text":'
+        ' "\\u0000"}'
+    )
+    assert load_corpus(files=[plant(lines, "odd.JSONL")]).documents == [
+        "a\u2028b",
+        "\U0001f600",
+        "\0",
+    ]
 
 
 def test_paths_that_lead_nowhere(tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"is a directory: name its files, for example '.*/\*\.txt'"):
+    with pytest.raises(
+        IsADirectoryError, match=r"is a directory: name its files, for example '.*/\*\.txt'"
+    ):
         load_corpus(files=[str(tmp_path)])
     for missing in (tmp_path / "*.txt", tmp_path / "missing.txt"):
         with pytest.raises(FileNotFoundError, match="no file matches"):
@@ -195,7 +236,9 @@ def test_broken_parquet(tmp_path):
         load_corpus(files=[str(path)])
 
 
-@pytest.mark.parametrize("extra, arguments", [("pyarrow", {"files": ["a.parquet"]}), ("datasets", {"datasets": ["x"]})])
+@pytest.mark.parametrize(
+    "extra, arguments", [("pyarrow", {"files": ["a.parquet"]}), ("datasets", {"datasets": ["x"]})]
+)
 def test_a_missing_extra_says_how_to_get_it(plant, monkeypatch, extra, arguments):
     monkeypatch.setitem(sys.modules, extra, None)  # importing it raises
     if "files" in arguments:
@@ -213,11 +256,17 @@ def test_near_duplicates_without_the_extra(monkeypatch):
 # ---------------------------------------------------------------- data sets
 
 
-@pytest.mark.parametrize("name", ["no-such-owner/no-such-dataset", "nosuchdataset:config", "./missing-folder"])
+@pytest.mark.parametrize(
+    "name", ["no-such-owner/no-such-dataset", "nosuchdataset:config", "./missing-folder"]
+)
 def test_unknown_dataset_without_a_network(name):
     with pytest.raises(ValueError, match="cannot be loaded: .*offline") as caught:
         load_corpus(datasets=[name])
-    assert name in str(caught.value) and "\n" not in str(caught.value) and caught.value.__cause__ is None
+    assert (
+        name in str(caught.value)
+        and "\n" not in str(caught.value)
+        and caught.value.__cause__ is None
+    )
 
 
 def test_dataset_arguments_are_passed_on(monkeypatch):
@@ -258,7 +307,27 @@ def test_broken_folders(tmp_path, plant, monkeypatch):
 
 EMOJI_PARTS = "a1#\u00a9\u2764\u231a\u20e3\ufe0e\ufe0f\u200d\U0001f3fd\U0001f469\U0001f441\U0001f5e8\U0001f1e9\U0001f1ea"
 EMOJI_PARTS += "\U0001f3f4\U000e0067\U000e007f"
-URL_PARTS = ["http://", "https://", "www.", "a", "b.c", ".", ",", "(", ")", "[", "]", "/", "?", " ", "é", "。", "<", "*", "_"]
+URL_PARTS = [
+    "http://",
+    "https://",
+    "www.",
+    "a",
+    "b.c",
+    ".",
+    ",",
+    "(",
+    ")",
+    "[",
+    "]",
+    "/",
+    "?",
+    " ",
+    "é",
+    "。",
+    "<",
+    "*",
+    "_",
+]
 any_text = st.one_of(
     st.text(st.characters()),  # lone surrogates included
     st.text(EMOJI_PARTS),
@@ -271,7 +340,8 @@ TEXT_STEPS = ["nfc", "controls", "urls", "emoji", "no_emoji"]
 
 @settings(max_examples=300, deadline=None)
 @given(text=any_text, name=st.sampled_from(TEXT_STEPS))
-@example(text="\U0001f441\u200d1\ufe0f\u20e3\U0001f441", name="no_emoji")  # what is left must not join to a new emoji
+# what is left must not join to a new emoji
+@example(text="\U0001f441\u200d1\ufe0f\u20e3\U0001f441", name="no_emoji")
 @example(text="\u00a9\U0001f600\ufe0f\ufe0f", name="no_emoji")
 @example(text="1\U0001f600\u20e3", name="no_emoji")
 def test_steps_are_idempotent_on_any_text(text, name):
@@ -281,7 +351,10 @@ def test_steps_are_idempotent_on_any_text(text, name):
 
 
 @settings(max_examples=50, deadline=None)
-@given(documents=st.lists(any_text, min_size=1, max_size=6), steps=st.lists(st.sampled_from(list(CLEANING_STEPS)), max_size=4))
+@given(
+    documents=st.lists(any_text, min_size=1, max_size=6),
+    steps=st.lists(st.sampled_from(list(CLEANING_STEPS)), max_size=4),
+)
 def test_pipelines_never_fail_on_any_text(documents, steps):
     try:
         cleaned, report = clean_corpus(Corpus(documents, "any"), steps)
@@ -289,18 +362,27 @@ def test_pipelines_never_fail_on_any_text(documents, steps):
         assert "left no document" in str(error)
         return
     sizes = [row["documents"] for row in report] + [len(cleaned.documents)]
-    assert [row["dropped"] for row in report] == [a - b for a, b in zip(sizes, sizes[1:], strict=False)]
-    assert sum(row["removed"] for row in report) == sum(map(len, documents)) - sum(map(len, cleaned.documents))
+    assert [row["dropped"] for row in report] == [
+        a - b for a, b in zip(sizes, sizes[1:], strict=False)
+    ]
+    assert sum(row["removed"] for row in report) == sum(map(len, documents)) - sum(
+        map(len, cleaned.documents)
+    )
     if steps:
         again, report = clean_corpus(cleaned, steps[-1:])
-        assert again.documents == cleaned.documents and (report[0]["dropped"], report[0]["changed"]) == (0, 0)
+        assert again.documents == cleaned.documents and (
+            report[0]["dropped"],
+            report[0]["changed"],
+        ) == (0, 0)
 
 
 @settings(deadline=None)
 @given(st.lists(st.text("ab", max_size=2)))
 def test_exact_duplicates_keep_the_first(documents):
     step = exact_duplicates()
-    assert [text for text in documents if step(text)] == [text for text in dict.fromkeys(documents) if text]
+    assert [text for text in documents if step(text)] == [
+        text for text in dict.fromkeys(documents) if text
+    ]
 
 
 @given(any_text)
@@ -357,7 +439,9 @@ def test_an_emoji_is_one(emoji):
     assert replace_emoji(f"a{emoji}\u200db", "") == "ab"  # a joiner that joins nothing goes with it
 
 
-@pytest.mark.parametrize("text", ["Room 101 #7 *", "© ® ™ ✔ ❤ ↔", "\u231a\ufe0e", "क्\u200dष", "e\u0301"])
+@pytest.mark.parametrize(
+    "text", ["Room 101 #7 *", "© ® ™ ✔ ❤ ↔", "\u231a\ufe0e", "क्\u200dष", "e\u0301"]
+)
 def test_what_is_no_emoji_stays(text):
     assert replace_emoji(text) == text
 
@@ -365,11 +449,27 @@ def test_what_is_no_emoji_stays(text):
 def test_controls():
     assert remove_controls("a\r\nb\rc\x85d\u2028e\fe") == "a\nb\nc\nd\ne\ne"
     assert remove_controls("\x00a\x1b[0m\x7f\u200b\u202e\u2066\u200e\ufeff\xad\tb\n") == "a[0m\tb\n"
-    assert remove_controls("می\u200cخواهم \U0001f469\u200d\U0001f692") == "می\u200cخواهم \U0001f469\u200d\U0001f692"
+    assert (
+        remove_controls("می\u200cخواهم \U0001f469\u200d\U0001f692")
+        == "می\u200cخواهم \U0001f469\u200d\U0001f692"
+    )
 
 
 @pytest.mark.parametrize(
-    "unit", ["\u200d", "😀\u200d", "www.", "http://", "http://a(", "((", ".", "1\ufe0f", "\U0001f1e9", "\r", "https://a.b)"]
+    "unit",
+    [
+        "\u200d",
+        "😀\u200d",
+        "www.",
+        "http://",
+        "http://a(",
+        "((",
+        ".",
+        "1\ufe0f",
+        "\U0001f1e9",
+        "\r",
+        "https://a.b)",
+    ],
 )
 def test_no_text_takes_forever(unit):
     text = unit * (100_000 // len(unit))  # a quadratic pattern would take minutes
@@ -383,7 +483,9 @@ def test_near_duplicates_agree_with_the_exact_similarity():
     near = [" ".join(["new", *text.split()[1:]]) for text in originals]  # J = 295/297
     far = [" ".join([*text.split()[:150], *words[:100]]) for text in originals[1:]]  # shares half
     step = near_duplicates()
-    assert [bool(step(text)) for text in originals + near + far[:1]] == [True] * 10 + [False] * 10 + [True]
+    assert [bool(step(text)) for text in originals + near + far[:1]] == [True] * 10 + [
+        False
+    ] * 10 + [True]
     assert len(shingles(originals[0]) & shingles(near[0])) == 295
     fresh = near_duplicates()
     assert [bool(fresh(text)) for text in near] == [True] * 10  # nothing is remembered across runs
@@ -394,16 +496,25 @@ def test_near_duplicates_are_the_same_on_every_machine():
 
     sketch = MinHash(num_perm=128, seed=1)
     sketch.update_batch([b"a b c d e", b"b c d e f"])
-    assert hashlib.sha256(sketch.hashvalues.astype("<u8").tobytes()).hexdigest()[:16] == "5a4b06320c1a77ed"
+    assert (
+        hashlib.sha256(sketch.hashvalues.astype("<u8").tobytes()).hexdigest()[:16]
+        == "5a4b06320c1a77ed"
+    )
 
 
 def test_shingles_and_scripts():
-    assert shingles("A b C", 2) == {"a b", "b c"} and shingles("a", 5) == {"a"} and shingles("", 5) == {""}
+    assert (
+        shingles("A b C", 2) == {"a b", "b c"}
+        and shingles("a", 5) == {"a"}
+        and shingles("", 5) == {""}
+    )
     assert shingles("猫は好き", 3) == {"猫 は 好", "は 好 き"}
     step = near_duplicates()
     text = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。"
     text += "何でも薄暗いじめじめした所でニャーニャー泣いていた事だけは記憶している。"
-    assert step(text) and not step(text.replace("。何", "。")), "Japanese has no spaces, and near copies all the same"
+    assert step(text) and not step(text.replace("。何", "。")), (
+        "Japanese has no spaces, and near copies all the same"
+    )
     assert step("!!!") and step("???")
 
 
@@ -418,9 +529,17 @@ def test_pipeline_and_report():
     corpus = Corpus(["e\u0301", "é", "x https://a.b y", "é"], "toy")
     cleaned, report = clean_corpus(corpus, ["nfc", "urls", "exact_duplicates"])
     assert cleaned == Corpus(["é", "x <url> y"], "toy, cleaned by nfc, urls, exact_duplicates")
-    assert [list(row.values()) for row in report] == [["nfc", 4, 0, 1, 1], ["urls", 4, 0, 1, 6], ["exact_duplicates", 4, 2, 0, 2]]
+    assert [list(row.values()) for row in report] == [
+        ["nfc", 4, 0, 1, 1],
+        ["urls", 4, 0, 1, 6],
+        ["exact_duplicates", 4, 2, 0, 2],
+    ]
     assert str(report).splitlines()[2].split() == ["urls", "4", "0", "1", "6"]
-    assert clean_corpus(corpus, ["exact_duplicates", "nfc"])[0].documents == ["é", "é", "x https://a.b y"]
+    assert clean_corpus(corpus, ["exact_duplicates", "nfc"])[0].documents == [
+        "é",
+        "é",
+        "x https://a.b y",
+    ]
     assert clean_corpus(corpus, []) == (corpus, []) and json.loads(json.dumps(report)) == report
     with pytest.raises(ValueError, match="do you mean 'near_duplicates'.*nfc, controls, urls"):
         clean_corpus(corpus, ["nfc", "near_duplicate"])
@@ -449,7 +568,9 @@ def test_split_is_disjoint_complete_and_ordered(documents, val_fraction, seed):
     assert train and val and all(train) and all(val)
     assert (train, val) == split_documents(documents, val_fraction=val_fraction, seed=seed)
     if set(train + val) == set(documents):  # whole documents
-        assert train == [text for text in documents if text in train] and val == [text for text in documents if text in val]
+        assert train == [text for text in documents if text in train] and val == [
+            text for text in documents if text in val
+        ]
         assert not set(train) & set(val) and len(train) + len(val) == len(documents)
     else:  # the end of the longest
         joined = [text if text in documents else text + val[0] for text in train]
@@ -460,7 +581,22 @@ def test_split_is_disjoint_complete_and_ordered(documents, val_fraction, seed):
 def test_split_is_the_one_that_runs_were_trained_on():
     documents = [f"{i} " * (i * 7 % 50 + 1) for i in range(200)]
     train, val = split_documents(documents, val_fraction=0.05, seed=0)
-    assert [int(text.split()[0]) for text in val] == [0, 6, 50, 65, 71, 72, 90, 105, 111, 152, 159, 165, 168, 179]
+    assert [int(text.split()[0]) for text in val] == [
+        0,
+        6,
+        50,
+        65,
+        71,
+        72,
+        90,
+        105,
+        111,
+        152,
+        159,
+        165,
+        168,
+        179,
+    ]
     assert split_documents(["abcdefghij"], val_fraction=0.2, seed=0) == (["abcdefgh"], ["ij"])
     assert split_documents(["ab\ncdefghij"], val_fraction=0.2, seed=0) == (["ab\ncdefgh"], ["ij"])
     assert split_documents(["abcdef\nhij"], val_fraction=0.2, seed=0) == (["abcdef\n"], ["hij"])
@@ -486,11 +622,21 @@ def test_fraction_outside(val_fraction):
 
 def test_hash_knows_borders():
     assert Corpus(["a", "b"], "x").sha256 == Corpus(["a", "b"], "y").sha256
-    assert len({Corpus(documents, "").sha256 for documents in (["ab"], ["a", "b"], ["", "ab"], ["b", "a"])}) == 4
+    assert (
+        len(
+            {
+                Corpus(documents, "").sha256
+                for documents in (["ab"], ["a", "b"], ["", "ab"], ["b", "a"])
+            }
+        )
+        == 4
+    )
 
 
 def test_two_spellings_of_a_path_are_one_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("once")
     Path("link.txt").symlink_to("a.txt")
-    assert load_corpus(files=["a.txt", "./a.txt", tmp_path / "a.txt", "*.txt"]).documents == ["once"]
+    assert load_corpus(files=["a.txt", "./a.txt", tmp_path / "a.txt", "*.txt"]).documents == [
+        "once"
+    ]

@@ -1,4 +1,6 @@
-"""The chunked loss at its edges: odd sizes, half precision, nothing to learn from, wrong inputs; PyTorch's own is the oracle."""
+"""The chunked loss at its edges: odd sizes, half precision, nothing to learn from, wrong inputs;
+PyTorch's own is the oracle.
+"""
 
 import math
 
@@ -16,7 +18,8 @@ from llm_course.text.batches import IGNORE_INDEX
 
 def example(shape=(7,), C=5, V=11, dtype=torch.float32, seed=0, device="cpu"):
     g = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(*shape, C, generator=g, dtype=dtype), torch.randn(V, C, generator=g, dtype=dtype)
+    hidden = torch.randn(*shape, C, generator=g, dtype=dtype)
+    weight = torch.randn(V, C, generator=g, dtype=dtype)
     labels = torch.randint(V, shape, generator=g)
     return hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device)
 
@@ -41,15 +44,24 @@ def with_gradients(function, hidden, weight, labels, **options):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3), C=st.integers(1, 6), V=st.integers(1, 13),
-    chunk_size=st.integers(1, 40), ignored=st.floats(0, 1), softcap=st.sampled_from([None, 2.0]),
-    z_loss_coef=st.sampled_from([0.0, 0.1]), seed=st.integers(0, 99),
-)  # fmt: skip
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    C=st.integers(1, 6),
+    V=st.integers(1, 13),
+    chunk_size=st.integers(1, 40),
+    ignored=st.floats(0, 1),
+    softcap=st.sampled_from([None, 2.0]),
+    z_loss_coef=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 99),
+)
 def test_equals_pytorch(shape, C, V, chunk_size, ignored, softcap, z_loss_coef, seed):
     hidden, weight, labels = example(shape, C, V, torch.float64, seed)
-    labels[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < ignored] = IGNORE_INDEX
+    labels[torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < ignored] = (
+        IGNORE_INDEX
+    )
     options = dict(softcap=softcap, z_loss_coef=z_loss_coef)
-    got = with_gradients(linear_cross_entropy, hidden, weight, labels, chunk_size=chunk_size, **options)
+    got = with_gradients(
+        linear_cross_entropy, hidden, weight, labels, chunk_size=chunk_size, **options
+    )
     assert_close(got, with_gradients(oracle, hidden, weight, labels, **options))
 
 
@@ -76,12 +88,17 @@ def test_without_a_z_loss_its_square_is_not_taken():
     """0 * inf is NaN: beyond 1e19 the square of the log-sum-exp overflows."""
     hidden, weight, labels = example()
     big = (hidden.detach() * 1e20).requires_grad_()
-    got, expected = (with_gradients(f, big, weight, labels) for f in (linear_cross_entropy, lambda *a: oracle(*a, None, None)))
+    got, expected = (
+        with_gradients(f, big, weight, labels)
+        for f in (linear_cross_entropy, lambda *a: oracle(*a, None, None))
+    )
     assert_close(got, expected)
 
 
 def test_large_logits_lose_no_digits():
-    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[1000.0], [999.0]])  # lse - z would round to 3e-5
+    # lse - z would round to 3e-5
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[1000.0], [999.0]])
     got = linear_cross_entropy(hidden, weight, torch.tensor([0]))
     assert_close(got, torch.tensor(math.log1p(math.exp(-1))), atol=1e-7, rtol=0)
 
@@ -91,25 +108,34 @@ def test_half_precision(dtype, tolerance):
     hidden, weight, labels = example((65,), 32, 301, torch.float64)
     labels[::4] = IGNORE_INDEX
     halves = [t.detach().to(dtype).requires_grad_() for t in (hidden, weight)]
-    loss, d_hidden, d_weight = with_gradients(linear_cross_entropy, *halves, labels, chunk_size=16, softcap=30.0)
-    expected = with_gradients(oracle, *(t.detach().double().requires_grad_() for t in halves), labels, softcap=30.0)
+    loss, d_hidden, d_weight = with_gradients(
+        linear_cross_entropy, *halves, labels, chunk_size=16, softcap=30.0
+    )
+    expected = with_gradients(
+        oracle, *(t.detach().double().requires_grad_() for t in halves), labels, softcap=30.0
+    )
     assert (loss.dtype, d_hidden.dtype, d_weight.dtype) == (torch.float32, dtype, dtype)
     for ours, theirs in zip((loss, d_hidden, d_weight), expected, strict=True):
         assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
 
 
 def test_half_precision_adds_up_in_float32():
-    hidden, weight = torch.ones(4096, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(4096, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(4096, dtype=torch.long)
     linear_cross_entropy(hidden, weight, labels, chunk_size=1).backward()
-    assert_close(weight.grad.float(), torch.tensor([[-2048.0], [2048.0]]))  # in bfloat16, 128 + 0.5 would stay 128
+    # in bfloat16, 128 + 0.5 would stay 128
+    assert_close(weight.grad.float(), torch.tensor([[-2048.0], [2048.0]]))
 
 
 @pytest.mark.parametrize("dtype, fits", [(torch.bfloat16, True), (torch.float16, False)])
 def test_the_gradient_of_the_sum_must_fit_the_type(dtype, fits):
     """As the docstring says: it is stored before the mean is taken."""
-    hidden, weight = torch.full((40_000, 2), 4.0, dtype=dtype), torch.zeros(2, 2, dtype=dtype, requires_grad=True)
-    (linear_cross_entropy(hidden, weight, torch.zeros(40_000, dtype=torch.long)) / 40_000).backward()
+    hidden = torch.full((40_000, 2), 4.0, dtype=dtype)
+    weight = torch.zeros(2, 2, dtype=dtype, requires_grad=True)
+    (
+        linear_cross_entropy(hidden, weight, torch.zeros(40_000, dtype=torch.long)) / 40_000
+    ).backward()
     assert weight.grad.isfinite().all() == fits
 
 
@@ -121,7 +147,9 @@ def test_autocast(dtype):
         loss, d_hidden, d_weight = with_gradients(linear_cross_entropy, mixed, weight, labels)
     halves = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
     expected = with_gradients(linear_cross_entropy, *halves, labels)
-    assert_close((loss, d_hidden, d_weight), (expected[0], expected[1].to(dtype), expected[2].float()))
+    assert_close(
+        (loss, d_hidden, d_weight), (expected[0], expected[1].to(dtype), expected[2].float())
+    )
 
 
 def test_autocast_leaves_float64_alone_as_pytorch_does():
@@ -129,7 +157,9 @@ def test_autocast_leaves_float64_alone_as_pytorch_does():
     expected = with_gradients(linear_cross_entropy, hidden, weight, labels)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.linear(hidden, weight).dtype == torch.float64
-        assert_close(with_gradients(linear_cross_entropy, hidden, weight, labels), expected, atol=0, rtol=0)
+        assert_close(
+            with_gradients(linear_cross_entropy, hidden, weight, labels), expected, atol=0, rtol=0
+        )
         with pytest.raises(ValueError, match="hidden is torch.float64 and weight torch.float32"):
             linear_cross_entropy(hidden, weight.detach().float(), labels)
 
@@ -140,13 +170,22 @@ def test_autocast_leaves_float64_alone_as_pytorch_does():
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 def test_no_places(shape):
     hidden, weight, labels = example(shape)
-    loss, d_hidden, d_weight = with_gradients(linear_cross_entropy, hidden, weight, labels, z_loss_coef=0.1)
+    loss, d_hidden, d_weight = with_gradients(
+        linear_cross_entropy, hidden, weight, labels, z_loss_coef=0.1
+    )
     assert loss == 0 and d_hidden.shape == hidden.shape and d_weight.abs().max() == 0
 
 
 def test_all_places_ignored():
     hidden, weight, labels = example()
-    results = with_gradients(linear_cross_entropy, hidden, weight, labels.fill_(IGNORE_INDEX), softcap=3.0, z_loss_coef=0.1)
+    results = with_gradients(
+        linear_cross_entropy,
+        hidden,
+        weight,
+        labels.fill_(IGNORE_INDEX),
+        softcap=3.0,
+        z_loss_coef=0.1,
+    )
     assert [t.abs().max().item() for t in results] == [0, 0, 0]
 
 
@@ -161,7 +200,9 @@ def test_what_an_ignored_place_holds_does_not_count():
 
 def test_one_vector_without_a_batch():
     hidden, weight, labels = example(())
-    assert_close(linear_cross_entropy(hidden, weight, labels), oracle(hidden[None], weight, labels[None]))
+    assert_close(
+        linear_cross_entropy(hidden, weight, labels), oracle(hidden[None], weight, labels[None])
+    )
 
 
 def test_int32_labels_and_strided_inputs():
@@ -207,11 +248,14 @@ def test_prepares_no_slopes_without_gradients():
 
 
 def test_the_slope_that_arrives_is_not_rounded():
-    """A mean divides by 11 after the loss: in bfloat16 that factor is wrong by 8e-4, in the same direction everywhere."""
+    """A mean divides by 11 after the loss: in bfloat16 that factor is wrong by 8e-4, in the same
+    direction everywhere.
+    """
     hidden, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (11, 30))
     labels = torch.randint(30, (11,))
     summed, mean = (
-        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / n, weight)[0].double() for n in (1, 11)
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / n, weight)[0].double()
+        for n in (1, 11)
     )
     assert abs((mean * summed).sum() * 11 / summed.square().sum() - 1) < 3e-4 and mean.norm() > 0
 
@@ -220,7 +264,8 @@ def test_second_derivative_is_refused():
     hidden, weight, labels = example()
     with pytest.raises(RuntimeError, match="no second derivative.*F.cross_entropy"):
         torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), hidden, create_graph=True)
-    torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), hidden)  # the first one is fine
+    # the first one is fine
+    torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), hidden)
 
 
 def test_backward_twice_gives_the_same():
@@ -245,7 +290,8 @@ def test_compiled_in_one_graph_and_without_unrolling():
     function = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
     hidden, weight, labels = example((3, 301))
     labels[0, :9] = IGNORE_INDEX
-    options = dict(softcap=4.0, z_loss_coef=0.1, chunk_size=2)  # 452 chunks: compiled one by one they would take minutes
+    # 452 chunks: compiled one by one they would take minutes
+    options = dict(softcap=4.0, z_loss_coef=0.1, chunk_size=2)
     expected = with_gradients(linear_cross_entropy, hidden, weight, labels, **options)
     assert_close(with_gradients(function, hidden, weight, labels, **options), expected)
     assert 0 < len(operations) < 100
@@ -258,23 +304,33 @@ def test_operator_keeps_the_promises_of_an_operator():
     for for_hidden, for_weight in ((True, True), (True, False), (False, False)):
         arguments = (hidden, weight, labels, 4.0, 0.1, 3, for_hidden, for_weight)
         checks = ("test_schema", "test_faketensor")
-        torch.library.opcheck(torch.ops.llm_course.linear_cross_entropy.default, arguments, test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.llm_course.linear_cross_entropy.default, arguments, test_utils=checks
+        )
 
 
 def test_shapes_without_memory():
     hidden, weight, labels = example((1000,), device="meta")
     with FlopCounterMode(display=False) as counter:
         loss, d_hidden, d_weight = with_gradients(linear_cross_entropy, hidden, weight, labels)
-    assert (loss.shape, d_hidden.shape, d_weight.shape) == ((), hidden.shape, weight.shape) and d_weight.is_meta
+    assert (loss.shape, d_hidden.shape, d_weight.shape) == (
+        (),
+        hidden.shape,
+        weight.shape,
+    ) and d_weight.is_meta
     assert counter.get_total_flops() == 3 * 2 * 1000 * 5 * 11
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator"
+)
 def test_accelerator_agrees():
     device = "cuda" if torch.cuda.is_available() else "mps"
     options = dict(softcap=4.0, z_loss_coef=0.1, chunk_size=100)
     expected = with_gradients(linear_cross_entropy, *example((1025,), 64, 5003), **options)
-    got = with_gradients(linear_cross_entropy, *example((1025,), 64, 5003, device=device), **options)
+    got = with_gradients(
+        linear_cross_entropy, *example((1025,), 64, 5003, device=device), **options
+    )
     assert_close([t.cpu() for t in got], list(expected), atol=1e-3, rtol=1e-3)
 
 
@@ -287,9 +343,15 @@ HIDDEN, WEIGHT, LABELS = (t.detach() for t in example((2, 3), 5, 11))
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(labels=torch.tensor([[0, 1, 2], [3, 11, -1]])), r"label 11 at \[1, 1\].*0\.\.10.*IGNORE_INDEX=-100.*tokenizer"),
+        (
+            dict(labels=torch.tensor([[0, 1, 2], [3, 11, -1]])),
+            r"label 11 at \[1, 1\].*0\.\.10.*IGNORE_INDEX=-100.*tokenizer",
+        ),
         (dict(labels=torch.tensor([[0, 1, 2], [-1, 11, 0]])), r"label -1 at \[1, 0\]"),
-        (dict(labels=LABELS.flatten()), r"labels \(6,\): expected \(\.\.\., C\), \(V, C\) and \(\.\.\.\)"),
+        (
+            dict(labels=LABELS.flatten()),
+            r"labels \(6,\): expected \(\.\.\., C\), \(V, C\) and \(\.\.\.\)",
+        ),
         (dict(labels=LABELS.float()), r"float32, expected int64 or int32.*\.long\(\)"),
         (dict(labels=LABELS.bool()), "bool"),
         (dict(weight=WEIGHT.T), r"weight \(5, 11\)"),
@@ -297,7 +359,10 @@ HIDDEN, WEIGHT, LABELS = (t.detach() for t in example((2, 3), 5, 11))
         (dict(weight=WEIGHT[:0]), r"weight \(0, 5\)"),
         (dict(hidden=torch.tensor(1.0)), r"hidden \(\)"),
         (dict(weight=WEIGHT.double()), "hidden is torch.float32 and weight torch.float64"),
-        (dict(hidden=HIDDEN.long(), weight=WEIGHT.long()), "torch.int64, expected one floating-point type"),
+        (
+            dict(hidden=HIDDEN.long(), weight=WEIGHT.long()),
+            "torch.int64, expected one floating-point type",
+        ),
         (dict(softcap=0.0), "softcap=0.0"),
         (dict(softcap=math.inf), "softcap=inf"),
         (dict(z_loss_coef=-1e-4), "z_loss_coef=-0.0001"),

@@ -1,4 +1,6 @@
-"""Token files that are whole or refused, data modules that lose nothing, and a task whose answer is known."""
+"""Token files that are whole or refused, data modules that lose nothing, and a task whose answer is
+known.
+"""
 
 import itertools
 import json
@@ -30,12 +32,19 @@ from llm_course.text.data import (
 from llm_course.text.tokenization import BPETokenizer, SimpleCharacterTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the text supports")
-DOCUMENTS = ["The cat sat on the mat. " * 5, "Straße, naïve, 深層 \N{CAT FACE}\n\n", "", "<|eos|> is text, and so is <|pad|>."]
+DOCUMENTS = [
+    "The cat sat on the mat. " * 5,
+    "Straße, naïve, 深層 \N{CAT FACE}\n\n",
+    "",
+    "<|eos|> is text, and so is <|pad|>.",
+]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> BPETokenizer:
-    return BPETokenizer.train(["the cat sat on the mat, and the rat sat on the cat. "] * 3, vocab_size=280)
+    return BPETokenizer.train(
+        ["the cat sat on the mat, and the rat sat on the cat. "] * 3, vocab_size=280
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +53,9 @@ def other() -> BPETokenizer:
 
 
 def wide(vocab_size: int) -> SimpleCharacterTokenizer:
-    """A tokenizer with as many entries as one likes, the last of them for the character of the highest code point."""
+    """A tokenizer with as many entries as one likes, the last of them for the character of the
+    highest code point.
+    """
     code_points = itertools.chain(range(0xD800), range(0xE000, 0x110000))
     tokenizer = SimpleCharacterTokenizer(map(chr, itertools.islice(code_points, vocab_size - 2)))
     tokenizer.eos_token_id = 1
@@ -94,14 +105,28 @@ def test_a_process_that_dies_in_the_middle_leaves_the_old_file(tmp_path):
 # ---- token files
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(DOCUMENTS), min_size=1, max_size=8))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(DOCUMENTS),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_any_documents_come_back(tokenizer, documents):
     with tempfile.TemporaryDirectory() as folder:
         tokens = TokenFile.write(Path(folder, "a.tokens"), documents, tokenizer)
         assert documents_in(tokens, tokenizer) == documents
-        expected = [i for d in documents for i in [*tokenizer.encode(d, allow_special=False), tokenizer.eos_token_id]]
-        assert tokens[:].tolist() == expected and len(tokens) == len(expected) and tokens.is_intact()
+        expected = [
+            i
+            for d in documents
+            for i in [*tokenizer.encode(d, allow_special=False), tokenizer.eos_token_id]
+        ]
+        assert (
+            tokens[:].tolist() == expected and len(tokens) == len(expected) and tokens.is_intact()
+        )
         assert tokens.header["num_bytes"] == len("".join(documents).encode())
         del tokens
 
@@ -112,30 +137,47 @@ def test_the_header_says_what_the_file_is(tmp_path, tokenizer):
     raw = path.read_bytes()
     assert json.loads(raw[:4096]) == tokens.header
     assert tokens.header["dtype"] == "<u2" and tokens.header["tokenizer_sha256"] == tokenizer.sha256
-    assert (tokens.header["num_documents"], tokens.header["num_tokens"]) == (4, (len(raw) - 4096) // 2)
+    assert (tokens.header["num_documents"], tokens.header["num_tokens"]) == (
+        4,
+        (len(raw) - 4096) // 2,
+    )
     assert np.frombuffer(raw[4096:], "<u2").tolist() == tokens[:].tolist()
     assert TokenFile.write(tmp_path / "b.tokens", DOCUMENTS, tokenizer).path.read_bytes() == raw
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(2**16, "<u2"), (2**16 + 1, "<u4"), (200_000, "<u4")])
+@pytest.mark.parametrize(
+    "vocab_size, dtype", [(2**16, "<u2"), (2**16 + 1, "<u4"), (200_000, "<u4")]
+)
 def test_ids_are_as_wide_as_the_vocabulary_needs(tmp_path, vocab_size, dtype):
     tokenizer = wide(vocab_size)
     last = tokenizer.decode([vocab_size - 2, vocab_size - 1])
     tokens = TokenFile.write(tmp_path / "a", [last, ""], tokenizer)
-    assert tokens.header["dtype"] == dtype and tokens[:].tolist() == [vocab_size - 2, vocab_size - 1, 1, 1]
+    assert tokens.header["dtype"] == dtype and tokens[:].tolist() == [
+        vocab_size - 2,
+        vocab_size - 1,
+        1,
+        1,
+    ]
     batch = PackedDataset(tokens, 2)[0]
-    assert batch["input_ids"].tolist() == [vocab_size - 2, vocab_size - 1] and batch["input_ids"].dtype == torch.int64
+    assert (
+        batch["input_ids"].tolist() == [vocab_size - 2, vocab_size - 1]
+        and batch["input_ids"].dtype == torch.int64
+    )
 
 
 def test_documents_cannot_end_themselves(tmp_path, tokenizer):
     documents = ["Hello.", "Bye.<|eos|>You are free.<|bos|>"]
     tokens = TokenFile.write(tmp_path / "a", documents, tokenizer)
-    assert (tokens[:] == tokenizer.eos_token_id).sum() == 2 and documents_in(tokens, tokenizer) == documents
-    assert tokenizer.encode("".join(documents)).count(tokenizer.eos_token_id) == 1  # what would have happened
+    assert (tokens[:] == tokenizer.eos_token_id).sum() == 2 and documents_in(
+        tokens, tokenizer
+    ) == documents
+    # what would have happened
+    assert tokenizer.encode("".join(documents)).count(tokenizer.eos_token_id) == 1
 
 
 def test_a_tokenizer_that_fails_leaves_nothing_or_the_old_file(tmp_path, tokenizer):
-    path, broken = tmp_path / "a.tokens", [*DOCUMENTS, "half a pair: \ud83d"]
+    path = tmp_path / "a.tokens"
+    broken = [*DOCUMENTS, "half a pair: \ud83d"]
     with pytest.raises(ValueError, match="surrogate"):
         TokenFile.write(path, broken, tokenizer)
     assert not list(tmp_path.iterdir())
@@ -169,11 +211,20 @@ def test_more_bytes_than_the_header_says_are_refused(tmp_path, tokenizer):
 
 @pytest.mark.parametrize(
     "start",
-    [b"", b"\x93NUMPY", b"plain text", b"[1]", b"3", b"{}", b"[" * 4096, b'{"format": "llm_course tokens 1"}',
-     b'{"format": "llm_course tokens 2", "num_tokens": 0, "dtype": "<u2"}',
-     b'{"format": "llm_course tokens 1", "num_tokens": 0, "dtype": "object"}',
-     b'{"format": "llm_course tokens 1", "num_tokens": 0, "dtype": ["<u2"]}'],
-)  # fmt: skip
+    [
+        b"",
+        b"\x93NUMPY",
+        b"plain text",
+        b"[1]",
+        b"3",
+        b"{}",
+        b"[" * 4096,
+        b'{"format": "llm_course tokens 1"}',
+        b'{"format": "llm_course tokens 2", "num_tokens": 0, "dtype": "<u2"}',
+        b'{"format": "llm_course tokens 1", "num_tokens": 0, "dtype": "object"}',
+        b'{"format": "llm_course tokens 1", "num_tokens": 0, "dtype": ["<u2"]}',
+    ],
+)
 def test_another_kind_of_file_is_refused(tmp_path, start):
     (tmp_path / "a").write_bytes(start.ljust(4096))
     with pytest.raises(ValueError, match="is no token file"):
@@ -194,7 +245,10 @@ def test_a_flipped_bit_is_found_by_the_checksum_only(tmp_path, tokenizer):
 
 def test_the_file_of_another_tokenizer_is_refused(tmp_path, tokenizer, other):
     path = TokenFile.write(tmp_path / "a", DOCUMENTS, tokenizer).path
-    assert TokenFile(path, BPETokenizer.from_json(tokenizer.to_json()))[:].tolist() == TokenFile(path)[:].tolist()
+    assert (
+        TokenFile(path, BPETokenizer.from_json(tokenizer.to_json()))[:].tolist()
+        == TokenFile(path)[:].tolist()
+    )
     with pytest.raises(ValueError, match=f"{tokenizer.sha256[:12]}, not {other.sha256[:12]}"):
         TokenFile(path, other)
 
@@ -231,28 +285,45 @@ def items(loader) -> list[list[int]]:
 @pytest.mark.parametrize("num_items", [1, 2, 5, 12, 13])
 def test_validation_loses_and_repeats_nothing(num_items, world_size):
     module = Numbers(num_items, batch_size=3)
-    ranks = [items(module.val_dataloader(rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert len({len(batches) for batches in ranks}) == 1  # each rank takes as many steps, or one would wait for ever
+    ranks = [
+        items(module.val_dataloader(rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
+    # each rank takes as many steps, or one would wait for ever
+    assert len({len(batches) for batches in ranks}) == 1
     assert all(len(batch) <= 3 for batches in ranks for batch in batches)
-    assert sum((batch for step in zip(*ranks, strict=True) for batch in step), []) == list(range(num_items))
-    assert ranks == [items(module.val_dataloader(rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert sum((batch for step in zip(*ranks, strict=True) for batch in step), []) == list(
+        range(num_items)
+    )
+    assert ranks == [
+        items(module.val_dataloader(rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 12))
-def test_training_order_is_a_function_of_epoch_and_position(num_items, batch_size, world_size, epoch, position):
+@given(
+    st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 12)
+)
+def test_training_order_is_a_function_of_epoch_and_position(
+    num_items, batch_size, world_size, epoch, position
+):
     module = Numbers(num_items, batch_size)
-    ranks = [items(module.train_dataloader(epoch=epoch, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    ranks = [
+        items(module.train_dataloader(epoch=epoch, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
     joint = [sum(step, []) for step in zip(*ranks, strict=True)]
     assert joint == items(Numbers(num_items, batch_size * world_size).train_dataloader(epoch=epoch))
     assert sorted(sum(joint, [])) == list(range(num_items))
     for rank, batches in enumerate(ranks):
-        rest = module.train_dataloader(epoch=epoch, position=position, rank=rank, world_size=world_size)
+        rest = module.train_dataloader(
+            epoch=epoch, position=position, rank=rank, world_size=world_size
+        )
         assert items(rest) == batches[position:] and len(rest) == len(batches[position:])
 
 
 def test_each_epoch_and_each_seed_has_its_own_order():
-    module, other = Numbers(40, 4), Numbers(40, 4)
+    module = Numbers(40, 4)
+    other = Numbers(40, 4)
     other.seed = 1
     orders = [items(m.train_dataloader(epoch=epoch)) for m in (module, other) for epoch in range(3)]
     assert all(a != b for a, b in itertools.combinations(orders, 2))
@@ -269,7 +340,9 @@ def test_an_empty_share_is_a_batch_of_no_rows(tmp_path):
 def test_what_differs_is_named():
     check_same_data({}, {"seed": 1})
     check_same_data({"seed": 1}, {"seed": 1, "new": 2})
-    with pytest.raises(ValueError, match="seed was 1, is 2; batch_size was 3, is None.*new run_dir"):
+    with pytest.raises(
+        ValueError, match="seed was 1, is 2; batch_size was 3, is None.*new run_dir"
+    ):
         check_same_data({"seed": 1, "batch_size": 3, "same": 0}, {"seed": 2, "same": 0})
 
 
@@ -284,26 +357,39 @@ def test_the_answers_are_right_and_after_the_separator(task):
         assert prompt[-1] == 1 and 1 not in prompt[:-1] and module.vocab_size == 9
         digits = [symbol - 2 for symbol in prompt[:-1]]
         assert all(0 <= digit < 7 for digit in digits)
-        expected = {"copy": digits, "reverse": digits[::-1], "modular_addition": [sum(digits) % 7]}[task]
+        expected = {"copy": digits, "reverse": digits[::-1], "modular_addition": [sum(digits) % 7]}[
+            task
+        ]
         assert [symbol - 2 for symbol in answer] == expected
     batch = next(iter(module.train_dataloader(epoch=0)))
     first = (batch["input_ids"] == 1).int().argmax(dim=1)
     targets = batch["labels"] != IGNORE_INDEX
-    assert torch.equal(targets.int().argmax(dim=1), first)  # the separator is the first place that must answer
+    # the separator is the first place that must answer
+    assert torch.equal(targets.int().argmax(dim=1), first)
     assert int(targets.sum()) == 4 * (1 if task == "modular_addition" else 4)
 
 
 @pytest.mark.parametrize(
     "arguments, sizes",
-    [(dict(length=100, num_examples=200), (180, 20)), (dict(length=2, num_symbols=3), (8, 1)),
-     (dict(task="modular_addition", num_symbols=31, num_examples=10**9, val_fraction=0.5), (481, 480))],
-)  # fmt: skip
+    [
+        (dict(length=100, num_examples=200), (180, 20)),
+        (dict(length=2, num_symbols=3), (8, 1)),
+        (
+            dict(task="modular_addition", num_symbols=31, num_examples=10**9, val_fraction=0.5),
+            (481, 480),
+        ),
+    ],
+)
 def test_no_prompt_occurs_twice(arguments, sizes):
     modules = [SyntheticDataModule(**arguments) for _ in range(2)]
     for module in modules:
         module.setup()
     assert (len(modules[0].train_dataset), len(modules[0].val_dataset)) == sizes
-    prompts = [tuple(prompt) for d in (modules[0].train_dataset, modules[0].val_dataset) for prompt, _ in d.examples]
+    prompts = [
+        tuple(prompt)
+        for d in (modules[0].train_dataset, modules[0].val_dataset)
+        for prompt, _ in d.examples
+    ]
     assert len(set(prompts)) == len(prompts) == modules[0].num_examples
     assert modules[0].train_dataset.examples == modules[1].train_dataset.examples
     other = SyntheticDataModule(**arguments | {"seed": 1})
@@ -314,29 +400,47 @@ def test_no_prompt_occurs_twice(arguments, sizes):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(dict(task="sort"), "task='sort' must be one of copy, reverse, modular_addition"),
-     (dict(num_symbols=1), "num_symbols=1 must be at least 2"), (dict(length=0), "length=0 must be at least 1"),
-     (dict(num_examples=1), "num_examples=1 must be at least 2"), (dict(batch_size=0), "batch_size=0 must be at least 1"),
-     (dict(num_workers=-1), "num_workers=-1"), (dict(seed=-1), "seed=-1 must be at least 0"),
-     (dict(val_fraction=0.0), "leaves one split empty"), (dict(val_fraction=1.0), "leaves one split empty"),
-     (dict(val_fraction=-0.5), "leaves one split empty"), (dict(num_symbols=2, length=2), "of 4 examples leaves one")],
-)  # fmt: skip
+    [
+        (dict(task="sort"), "task='sort' must be one of copy, reverse, modular_addition"),
+        (dict(num_symbols=1), "num_symbols=1 must be at least 2"),
+        (dict(length=0), "length=0 must be at least 1"),
+        (dict(num_examples=1), "num_examples=1 must be at least 2"),
+        (dict(batch_size=0), "batch_size=0 must be at least 1"),
+        (dict(num_workers=-1), "num_workers=-1"),
+        (dict(seed=-1), "seed=-1 must be at least 0"),
+        (dict(val_fraction=0.0), "leaves one split empty"),
+        (dict(val_fraction=1.0), "leaves one split empty"),
+        (dict(val_fraction=-0.5), "leaves one split empty"),
+        (dict(num_symbols=2, length=2), "of 4 examples leaves one"),
+    ],
+)
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SyntheticDataModule(**arguments)
 
 
 def learn(module: BaseDataModule, steps: int) -> tuple[float, float]:
-    """Train a small decoder; the share of validation answers that are right in every place, and the last mean loss."""
+    """Train a small decoder; the share of validation answers that are right in every place, and the
+    last mean loss.
+    """
     torch.manual_seed(0)
-    config = ModelConfig(vocab_size=module.vocab_size, hidden_size=64, num_layers=2, num_heads=2, max_position_embeddings=16)
+    config = ModelConfig(
+        vocab_size=module.vocab_size,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        max_position_embeddings=16,
+    )
     model = DecoderModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    losses, epoch = [], 0
+    losses = []
+    epoch = 0
     while len(losses) < steps:
         for batch in module.train_dataloader(epoch=epoch):
-            loss = F.cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+            loss = F.cross_entropy(
+                model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -349,7 +453,9 @@ def learn(module: BaseDataModule, steps: int) -> tuple[float, float]:
     with torch.no_grad():
         for batch in module.val_dataloader():
             guess = model(batch["input_ids"]).logits.argmax(-1)
-            right.append(((guess == batch["labels"]) | (batch["labels"] == IGNORE_INDEX)).all(dim=1))
+            right.append(
+                ((guess == batch["labels"]) | (batch["labels"] == IGNORE_INDEX)).all(dim=1)
+            )
     return torch.cat(right).float().mean().item(), float(np.mean(losses[-20:]))
 
 
@@ -367,12 +473,14 @@ def test_a_decoder_learns_to_copy_and_cannot_learn_what_has_no_rule(one_thread):
     accuracy, loss = learn(module, steps=400)
     assert accuracy > 0.95 and loss < 0.1
 
-    for dataset in (module.train_dataset, module.val_dataset):  # the same, but each prompt has the answer of another
+    # the same, but each prompt has the answer of another
+    for dataset in (module.train_dataset, module.val_dataset):
         prompts, answers = zip(*dataset.examples, strict=True)
         rolled = list(zip(prompts, [*answers[1:], answers[0]], strict=True))
         dataset.examples = SupervisedDataset(rolled, pad_token_id=0, max_length=8).examples
     accuracy, loss = learn(module, steps=100)
-    assert accuracy < 0.05 and abs(loss - math.log(10)) < 0.2  # the floor: an even guess among ten symbols
+    # the floor: an even guess among ten symbols
+    assert accuracy < 0.05 and abs(loss - math.log(10)) < 0.2
 
 
 # ---- text
@@ -384,12 +492,16 @@ def folder(tmp_path, monkeypatch):
     Path("texts").mkdir()
     for number in range(20):
         words = [f"word{(number * 7 + i * i) % 50}" for i in range(60)]
-        Path("texts", f"{number:02}.txt").write_text(f"Text {number}. " + " ".join(words), encoding="utf-8")
+        Path("texts", f"{number:02}.txt").write_text(
+            f"Text {number}. " + " ".join(words), encoding="utf-8"
+        )
     return tmp_path
 
 
 def text_module(folder: str | Path = "run", **arguments) -> TextDataModule:
-    defaults = dict(files=["texts/*.txt"], vocab_size=300, sequence_length=16, batch_size=4, val_fraction=0.2)
+    defaults = dict(
+        files=["texts/*.txt"], vocab_size=300, sequence_length=16, batch_size=4, val_fraction=0.2
+    )
     return TextDataModule(folder, **defaults | arguments)
 
 
@@ -401,22 +513,38 @@ def prepared(folder: str | Path = "run", **arguments) -> TextDataModule:
 
 
 def contents(folder: str = "run") -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def same_batches(one, two) -> bool:
-    return all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(one, two, strict=True))
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(one, two, strict=True)
+    )
 
 
 def test_text_becomes_the_batches_of_the_pieces(folder):
     module = prepared()
-    train, val = split_documents(load_corpus(files=["texts/*.txt"]).documents, val_fraction=0.2, seed=0)
+    train, val = split_documents(
+        load_corpus(files=["texts/*.txt"]).documents, val_fraction=0.2, seed=0
+    )
     assert documents_in(module.train_dataset.tokens, module.tokenizer) == train
     assert documents_in(module.val_dataset.tokens, module.tokenizer) == val
-    assert module.tokenizer == BPETokenizer.train(train, vocab_size=300) and module.vocab_size == 300
+    assert (
+        module.tokenizer == BPETokenizer.train(train, vocab_size=300) and module.vocab_size == 300
+    )
     assert module.info["documents"] == {"train": len(train), "val": len(val)}
     assert module.bytes_per_token == len("".join(val).encode()) / len(module.val_dataset.tokens)
-    assert set(contents()) == {"tokenizer.json", "data/train.tokens", "data/val.tokens", "data/info.json"}
+    assert set(contents()) == {
+        "tokenizer.json",
+        "data/train.tokens",
+        "data/val.tokens",
+        "data/info.json",
+    }
     for batch in module.val_dataloader():
         assert batch.keys() == {"input_ids", "labels"} and batch["input_ids"].shape[1] == 16
         assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
@@ -433,11 +561,16 @@ def test_prepared_files_are_used_again(folder, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
 
 
-@pytest.mark.parametrize("change", [dict(vocab_size=290), dict(val_fraction=0.3), dict(seed=1), dict(clean=["length"]), "text"])
+@pytest.mark.parametrize(
+    "change",
+    [dict(vocab_size=290), dict(val_fraction=0.3), dict(seed=1), dict(clean=["length"]), "text"],
+)
 def test_other_text_or_settings_are_prepared_anew(folder, change):
     before = prepared(clean=[]).fingerprint()
     if change == "text":
-        Path("texts", "07.txt").write_text("A changed text, long enough to count, of which there is a line.")
+        Path("texts", "07.txt").write_text(
+            "A changed text, long enough to count, of which there is a line."
+        )
         change = {}
     if "clean" in change:
         Path("texts", "99.txt").write_text("Short.")
@@ -445,15 +578,20 @@ def test_other_text_or_settings_are_prepared_anew(folder, change):
         change["clean"] = ["length"]
     anew = prepared(**change)
     fresh = prepared("fresh", **change)
-    assert contents() == contents("fresh") and same_batches(anew.val_dataloader(), fresh.val_dataloader())
+    assert contents() == contents("fresh") and same_batches(
+        anew.val_dataloader(), fresh.val_dataloader()
+    )
     assert ("clean" in change) or anew.fingerprint() != before
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "data/train.tokens", "data/val.tokens", "data/info.json"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "data/train.tokens", "data/val.tokens", "data/info.json"]
+)
 @pytest.mark.parametrize("damage", ["lost", "cut", "empty", "flipped"])
 def test_a_damaged_file_is_made_again(folder, name, damage):
     prepared()
-    before, path = contents(), Path("run", name)
+    before = contents()
+    path = Path("run", name)
     raw = bytearray(path.read_bytes())
     if damage == "lost":
         path.unlink()
@@ -471,15 +609,23 @@ def test_text_that_became_too_short_leaves_the_prepared_files(folder):
     before = contents()
     for path in Path("texts").iterdir():
         path.write_text("x")
-    for message, arguments in (("the train split is too short: .* sequence_length=500", dict(sequence_length=500)),
-                               ("the val split is too short", dict(val_fraction=0.1))):  # fmt: skip
+    for message, arguments in (
+        ("the train split is too short: .* sequence_length=500", dict(sequence_length=500)),
+        ("the val split is too short", dict(val_fraction=0.1)),
+    ):
         with pytest.raises(ValueError, match=message):
             text_module(**arguments).prepare_data()
         assert contents() == before and not Path("run", ".data").exists()
 
 
 @pytest.mark.parametrize(
-    "text, message", [("x", "too few to hold out"), ("one two three", "too short"), ("", "is empty"), (" \n", "is empty")]
+    "text, message",
+    [
+        ("x", "too few to hold out"),
+        ("one two three", "too short"),
+        ("", "is empty"),
+        (" \n", "is empty"),
+    ],
 )
 def test_too_little_text_is_refused_and_leaves_no_file(folder, text, message):
     Path("small.txt").write_text(text)
@@ -498,13 +644,20 @@ def test_a_sequence_longer_than_prepared_data_is_refused_at_setup(folder):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(dict(files="texts/00.txt"), r"files='texts/00.txt' must be a list: \['texts/00.txt'\]"),
-     (dict(datasets="imdb"), "datasets='imdb' must be a list"), (dict(clean="nfc"), "clean='nfc' must be a list"),
-     (dict(sequence_length=0), "sequence_length=0 must be at least 1"), (dict(batch_size=0), "batch_size=0 must be at least 1"),
-     (dict(num_proc=0), "num_proc=0 must be at least 1"), (dict(num_workers=-1), "num_workers=-1 must be at least 0"),
-     (dict(clean=["nfk"]), "do you mean 'nfc'"), (dict(val_fraction=1.0), "val_fraction=1.0 must lie between 0 and 1"),
-     (dict(vocab_size=100), "vocab_size=100 "), (dict(files=["none/*.txt"]), "no file matches")],
-)  # fmt: skip
+    [
+        (dict(files="texts/00.txt"), r"files='texts/00.txt' must be a list: \['texts/00.txt'\]"),
+        (dict(datasets="imdb"), "datasets='imdb' must be a list"),
+        (dict(clean="nfc"), "clean='nfc' must be a list"),
+        (dict(sequence_length=0), "sequence_length=0 must be at least 1"),
+        (dict(batch_size=0), "batch_size=0 must be at least 1"),
+        (dict(num_proc=0), "num_proc=0 must be at least 1"),
+        (dict(num_workers=-1), "num_workers=-1 must be at least 0"),
+        (dict(clean=["nfk"]), "do you mean 'nfc'"),
+        (dict(val_fraction=1.0), "val_fraction=1.0 must lie between 0 and 1"),
+        (dict(vocab_size=100), "vocab_size=100 "),
+        (dict(files=["none/*.txt"]), "no file matches"),
+    ],
+)
 def test_bad_settings_are_refused_and_write_nothing(folder, arguments, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         text_module(**arguments).prepare_data()
@@ -518,19 +671,28 @@ def test_setup_without_prepare_says_so(folder):
 
 @pytest.mark.parametrize(
     "change, message",
-    [(dict(seed=1), "seed was 0, is 1"), (dict(val_fraction=0.3), "val_fraction was 0.2, is 0.3"),
-     (dict(vocab_size=290), "vocab_size_asked was 300, is 290"), (dict(clean=["length"]), "corpus_sha256 was"),
-     (dict(batch_size=2), "batch_size was 4, is 2"), (dict(sequence_length=8), "sequence_length was 16, is 8"),
-     (dict(separate_documents=True), "separate_documents was False, is True"),
-     (dict(tokenizer="other"), "tokenizer_sha256 was 0000")],
-)  # fmt: skip
+    [
+        (dict(seed=1), "seed was 0, is 1"),
+        (dict(val_fraction=0.3), "val_fraction was 0.2, is 0.3"),
+        (dict(vocab_size=290), "vocab_size_asked was 300, is 290"),
+        (dict(clean=["length"]), "corpus_sha256 was"),
+        (dict(batch_size=2), "batch_size was 4, is 2"),
+        (dict(sequence_length=8), "sequence_length was 16, is 8"),
+        (dict(separate_documents=True), "separate_documents was False, is True"),
+        (dict(tokenizer="other"), "tokenizer_sha256 was 0000"),
+    ],
+)
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_resume_on_other_data_is_refused_before_anything_is_written(folder, change, message, lost):
+def test_a_resume_on_other_data_is_refused_before_anything_is_written(
+    folder, change, message, lost
+):
     Path("texts", "99.txt").write_text("Short.")
     expected = json.loads(json.dumps(prepared().fingerprint()))  # as a checkpoint keeps it
     text_module().prepare_data(expected=expected)
     if change == dict(tokenizer="other"):
-        change, expected["tokenizer_sha256"], lost = {}, "0" * 64, True
+        change = {}
+        expected["tokenizer_sha256"] = "0" * 64
+        lost = True
     if lost:
         Path("run", "data", "info.json").unlink()
     before = contents()
@@ -544,7 +706,8 @@ def test_killed_between_two_steps_the_data_is_made_again(folder, monkeypatch, st
     """tokenizer.json, train.tokens, val.tokens and info.json take their places one by one."""
     prepared()
     Path("texts", "07.txt").write_text("A changed text, long enough to count.")
-    real, moved = Path.replace, []
+    real = Path.replace
+    moved = []
 
     def replace(self, target):
         if ".data" not in str(target):
@@ -579,17 +742,26 @@ def test_the_tokenizer_knows_the_training_split_only(folder):
 def test_documents_are_numbered_where_attention_is_to_stay_inside_them(folder):
     module = prepared(separate_documents=True)
     for batch in module.train_dataloader(epoch=0):
-        ids, numbers = batch["input_ids"], batch["document_ids"]
+        ids = batch["input_ids"]
+        numbers = batch["document_ids"]
         ends = ids == module.tokenizer.eos_token_id
-        assert torch.equal(numbers[:, 1:] - numbers[:, :-1], ends[:, :-1].long()) and not numbers[:, 0].any()
-    without = [{name: batch[name] for name in ("input_ids", "labels")} for batch in module.val_dataloader()]
+        assert (
+            torch.equal(numbers[:, 1:] - numbers[:, :-1], ends[:, :-1].long())
+            and not numbers[:, 0].any()
+        )
+    without = [
+        {name: batch[name] for name in ("input_ids", "labels")} for batch in module.val_dataloader()
+    ]
     assert same_batches(without, prepared().val_dataloader())
 
 
 def test_worker_processes_change_nothing(folder):
-    none, two = prepared(), prepared(num_workers=2)
+    none = prepared()
+    two = prepared(num_workers=2)
     state = torch.random.get_rng_state()
-    assert same_batches(none.train_dataloader(epoch=3, position=2), two.train_dataloader(epoch=3, position=2))
+    assert same_batches(
+        none.train_dataloader(epoch=3, position=2), two.train_dataloader(epoch=3, position=2)
+    )
     assert same_batches(none.val_dataloader(), two.val_dataloader())
     assert torch.equal(torch.random.get_rng_state(), state)  # dropout does not notice the loaders
 
@@ -597,14 +769,20 @@ def test_worker_processes_change_nothing(folder):
 def test_cleaning_comes_before_the_split_and_is_reported(folder):
     Path("texts", "zz.txt").write_text(Path("texts", "00.txt").read_text())
     module = prepared(clean=["exact_duplicates"])
-    assert sum(module.info["documents"].values()) == 20 and module.info["cleaning"][0]["dropped"] == 1
+    assert (
+        sum(module.info["documents"].values()) == 20 and module.info["cleaning"][0]["dropped"] == 1
+    )
 
 
-@pytest.mark.parametrize("damage", ["swapped", "copied", "info is a list", "info without tokens", "header without hash"])
+@pytest.mark.parametrize(
+    "damage", ["swapped", "copied", "info is a list", "info without tokens", "header without hash"]
+)
 def test_prepared_files_that_do_not_belong_together_are_made_anew(folder, damage):
     data = text_module()
     data.prepare_data()
-    train, val, info = (Path("run", "data", name) for name in ("train.tokens", "val.tokens", "info.json"))
+    train, val, info = (
+        Path("run", "data", name) for name in ("train.tokens", "val.tokens", "info.json")
+    )
     before = [path.read_bytes() for path in (train, val, info)]
     if damage == "swapped":
         train.write_bytes(before[1]), val.write_bytes(before[0])
@@ -613,7 +791,9 @@ def test_prepared_files_that_do_not_belong_together_are_made_anew(folder, damage
     elif damage == "header without hash":
         val.write_bytes(before[1].replace(b'"sha256"', b'"sha257"'))
     else:
-        info.write_text("[]" if "list" in damage else json.dumps(json.loads(before[2]) | {"tokens_sha256": {}}))
+        info.write_text(
+            "[]" if "list" in damage else json.dumps(json.loads(before[2]) | {"tokens_sha256": {}})
+        )
     text_module().prepare_data()
     assert [path.read_bytes() for path in (train, val, info)] == before
 
@@ -637,9 +817,16 @@ def test_validation_for_a_rank_that_is_not_there():
 
 def test_a_decoder_that_gets_document_ids_reads_each_document_alone():
     torch.manual_seed(0)
-    model = DecoderModel(ModelConfig(vocab_size=20, hidden_size=32, num_layers=2, num_heads=2)).eval()
-    first, second = torch.randint(20, (1, 5)), torch.randint(20, (1, 7))
-    row, document_ids = torch.cat((first, second), dim=1), torch.tensor([[0] * 5 + [1] * 7])
+    model = DecoderModel(
+        ModelConfig(vocab_size=20, hidden_size=32, num_layers=2, num_heads=2)
+    ).eval()
+    first = torch.randint(20, (1, 5))
+    second = torch.randint(20, (1, 7))
+    row = torch.cat((first, second), dim=1)
+    document_ids = torch.tensor([[0] * 5 + [1] * 7])
     apart = torch.cat([model(part).logits for part in (first, second)], dim=1)
-    torch.testing.assert_close(model(row, document_ids=document_ids).logits, apart, rtol=1e-4, atol=1e-5)
-    assert (model(row).logits - apart)[:, 5:].abs().max() > 0.01  # without them the second reads the first
+    torch.testing.assert_close(
+        model(row, document_ids=document_ids).logits, apart, rtol=1e-4, atol=1e-5
+    )
+    # without them the second reads the first
+    assert (model(row).logits - apart)[:, 5:].abs().max() > 0.01

@@ -1,4 +1,6 @@
-"""The decoder at its edges: configurations, empty and odd batches, ties, and Hugging Face's models as the oracle."""
+"""The decoder at its edges: configurations, empty and odd batches, ties, and Hugging Face's models
+as the oracle.
+"""
 
 import copy
 import dataclasses
@@ -45,7 +47,9 @@ STYLES = {
 
 def build(style="llama", **changes):
     torch.manual_seed(0)
-    return DecoderModel(ModelConfig(**(STYLES.get(style, {}) | SIZES | dict(initializer_range=0.2) | changes)))
+    return DecoderModel(
+        ModelConfig(**(STYLES.get(style, {}) | SIZES | dict(initializer_range=0.2) | changes))
+    )
 
 
 def tokens(*shape, seed=0):
@@ -87,19 +91,37 @@ def gradients(model, **batch):
         (dict(final_logit_softcapping=-3.0), "final_logit_softcapping=-3.0"),
         (dict(hidden_size=10**400), "must be a whole number of at least 1 and below 2"),
         (dict(embedding_scale=10**400), "must be a finite number above 0, also in float32"),
-        (dict(rms_norm_eps=1e-60), "rms_norm_eps=1e-60 must be a finite number above 0, also in float32"),
-        (dict(rope_theta=1e39), "rope_theta=1e[+]39 must be a finite number above 0, also in float32"),
+        (
+            dict(rms_norm_eps=1e-60),
+            "rms_norm_eps=1e-60 must be a finite number above 0, also in float32",
+        ),
+        (
+            dict(rope_theta=1e39),
+            "rope_theta=1e[+]39 must be a finite number above 0, also in float32",
+        ),
         (dict(use_glu="false"), "use_glu='false' must be a bool"),
         (dict(attention_out_bias=1), "attention_out_bias=1 must be a bool"),
         (dict(position_type="rotary"), "position_type='rotary' must be one of 'rope', 'learned'"),
         (dict(norm_type=None), "norm_type=None must be one of"),
         (dict(activation="swish"), "activation='swish' must be one of 'silu'"),
-        (dict(hidden_size=100, num_heads=3), "hidden_size=100 must be a multiple of num_heads=3, or head_dim"),
-        (dict(num_heads=6, head_dim=8, num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
+        (
+            dict(hidden_size=100, num_heads=3),
+            "hidden_size=100 must be a multiple of num_heads=3, or head_dim",
+        ),
+        (
+            dict(num_heads=6, head_dim=8, num_kv_heads=4),
+            "num_heads=6 must be a multiple of num_kv_heads=4",
+        ),
         (dict(num_heads=2, num_kv_heads=4), "num_heads=2 must be a multiple of num_kv_heads=4"),
         (dict(head_dim=7), "head_dim=7 must be even"),
-        (dict(hidden_size=33, num_heads=3, position_type="sinusoidal"), "hidden_size=33 must be even"),
-        (dict(rope_scaling=SCALING, position_type="learned"), "rope_scaling needs position_type='rope', not 'learned'"),
+        (
+            dict(hidden_size=33, num_heads=3, position_type="sinusoidal"),
+            "hidden_size=33 must be even",
+        ),
+        (
+            dict(rope_scaling=SCALING, position_type="learned"),
+            "rope_scaling needs position_type='rope', not 'learned'",
+        ),
         (dict(rope_scaling=4.0), "rope_scaling=4.0 must be a RopeScaling"),
         (dict(rope_scaling=dict(rope_type="linear", factor=0.5)), "factor=0.5"),
         (dict(rope_scaling=dict(rope_type="linear", faktor=2.0)), "rope_scaling={.*'faktor'"),
@@ -107,11 +129,20 @@ def gradients(model, **batch):
         (dict(layer_types=["full_attention"] * 4), "layer_types needs sliding_window"),
         (dict(sliding_window=4, layer_types=["full_attention"]), "must have num_layers=4 entries"),
         (dict(sliding_window=4, layer_types=[]), "must have num_layers=4 entries"),
-        (dict(sliding_window=4, layer_types=["full_attention", "full"] * 2), r"layer_types\[1\]='full' must be one of"),
-        (dict(sliding_window=4, layer_types="full_attention"), "layer_types='full_attention' must be a list"),
+        (
+            dict(sliding_window=4, layer_types=["full_attention", "full"] * 2),
+            r"layer_types\[1\]='full' must be one of",
+        ),
+        (
+            dict(sliding_window=4, layer_types="full_attention"),
+            "layer_types='full_attention' must be a list",
+        ),
         (dict(use_moe=True, top_k=9), "top_k=9 must be at most num_experts=8"),
         (dict(use_moe=True, mlp_bias=True), "mlp_bias=True does not go with use_moe=True"),
-        (dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8 needs use_moe=True"),
+        (
+            dict(shared_expert_intermediate_size=8),
+            "shared_expert_intermediate_size=8 needs use_moe=True",
+        ),
     ],
 )
 def test_wrong_configurations_are_refused(arguments, message):
@@ -127,14 +158,26 @@ def test_what_must_be_allowed():
     ModelConfig(rope_theta=10_000)
     ModelConfig(position_type="learned", rope_theta=0.5)  # which nothing reads
     ModelConfig(
-        **{name: 0 for name in ("num_mtp_layers", "dropout", "router_aux_loss_coef", "router_z_loss_coef", "mtp_loss_coef")}
+        **{
+            name: 0
+            for name in (
+                "num_mtp_layers",
+                "dropout",
+                "router_aux_loss_coef",
+                "router_z_loss_coef",
+                "mtp_loss_coef",
+            )
+        }
     )
     config = ModelConfig(hidden_size=np.int64(64), dropout=np.float32(0.5), num_heads=np.int32(2))
     values = (config.hidden_size, config.dropout, config.num_heads, config.rope_theta)
     assert [type(value) for value in values] == [int, float, int, float]
 
 
-@pytest.mark.parametrize("config", [ModelConfig.preset(name) for name in PRESETS] + [ModelConfig(**(SIZES | STYLES["gemma2"]))])
+@pytest.mark.parametrize(
+    "config",
+    [ModelConfig.preset(name) for name in PRESETS] + [ModelConfig(**(SIZES | STYLES["gemma2"]))],
+)
 def test_a_configuration_survives_yaml(config):
     again = ModelConfig(**yaml.safe_load(yaml.safe_dump(dataclasses.asdict(config))))
     assert again == config and dataclasses.replace(again, num_heads=config.num_heads) == config
@@ -142,7 +185,9 @@ def test_a_configuration_survives_yaml(config):
 
 def test_a_yaml_file_reaches_the_model(tmp_path):
     model = SIZES | WINDOWS | dict(rope_scaling=dataclasses.asdict(SCALING))
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(dict(model=model, data=dict(sequence_length=16))))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(dict(model=model, data=dict(sequence_length=16)))
+    )
     config, _ = load_config(["--config", str(tmp_path / "run.yaml")], use_environment=False)
     assert config.model == ModelConfig(**(SIZES | WINDOWS | dict(rope_scaling=SCALING)))
 
@@ -159,7 +204,10 @@ def test_every_option_of_a_block_is_one_of_the_configuration():
 
 
 def test_presets():
-    assert ModelConfig.preset("gpt2", num_layers=2).num_layers == 2 and PRESETS["gpt2"]["num_layers"] == 12
+    assert (
+        ModelConfig.preset("gpt2", num_layers=2).num_layers == 2
+        and PRESETS["gpt2"]["num_layers"] == 12
+    )
     with pytest.raises(ValueError, match="no preset 'gpt9': choose one of gpt2, "):
         ModelConfig.preset("gpt9")
     with pytest.raises(ValueError, match="no preset"):
@@ -173,7 +221,9 @@ def test_presets():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_one_pass_equals_every_prefix_and_the_loss_equals_pytorchs(style):
-    model, ids, labels = build(style).eval(), tokens(2, 9), tokens(2, 9, seed=1)
+    model = build(style).eval()
+    ids = tokens(2, 9)
+    labels = tokens(2, 9, seed=1)
     labels[0, :4] = IGNORE_INDEX
     with torch.no_grad():
         logits = model(ids).logits
@@ -187,19 +237,40 @@ def test_one_pass_equals_every_prefix_and_the_loss_equals_pytorchs(style):
 
 @settings(max_examples=15, deadline=None)
 @given(
-    B=st.integers(0, 3), T=st.integers(1, 7), K=st.integers(1, 2), group=st.integers(1, 3), half=st.integers(1, 4),
-    C=st.integers(1, 9), V=st.integers(2, 9), moe=st.booleans(), mtp=st.integers(0, 2), half_precision=st.booleans(),
-)  # fmt: skip
+    B=st.integers(0, 3),
+    T=st.integers(1, 7),
+    K=st.integers(1, 2),
+    group=st.integers(1, 3),
+    half=st.integers(1, 4),
+    C=st.integers(1, 9),
+    V=st.integers(2, 9),
+    moe=st.booleans(),
+    mtp=st.integers(0, 2),
+    half_precision=st.booleans(),
+)
 def test_odd_sizes(B, T, K, group, half, C, V, moe, mtp, half_precision):
     torch.manual_seed(0)
     config = ModelConfig(
-        vocab_size=V, hidden_size=C, num_layers=1, num_heads=K * group, num_kv_heads=K, head_dim=2 * half, intermediate_size=5,
-        use_moe=moe, num_experts=3, top_k=3, num_mtp_layers=mtp, max_position_embeddings=7,
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=C,
+        num_layers=1,
+        num_heads=K * group,
+        num_kv_heads=K,
+        head_dim=2 * half,
+        intermediate_size=5,
+        use_moe=moe,
+        num_experts=3,
+        top_k=3,
+        num_mtp_layers=mtp,
+        max_position_embeddings=7,
+    )
     model = DecoderModel(config).to(torch.bfloat16 if half_precision else torch.float32)
     output = model(**shift(torch.randint(0, V, (B, T + 1))))
     total(output).backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
     assert output.num_targets.item() == B * T and output.loss_sum.dtype == torch.float32
     assert model(torch.zeros(B, T, dtype=torch.long)).logits.shape == (B, T, V)
 
@@ -210,25 +281,44 @@ def test_an_empty_batch_has_no_loss_and_zero_gradients(style):
     output = model(tokens(0, 5), labels=tokens(0, 5))
     assert (output.loss_sum.item(), output.num_targets.item(), output.aux_loss.item()) == (0, 0, 0)
     (output.loss_sum + output.aux_loss).backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() == 0 for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() == 0
+        for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(input_ids=tokens(2, 0)), r"\(2, 0\), expected \(B, T\) with T from 1 to max_position_embeddings=64"),
+        (
+            dict(input_ids=tokens(2, 0)),
+            r"\(2, 0\), expected \(B, T\) with T from 1 to max_position_embeddings=64",
+        ),
         (dict(input_ids=tokens(1, 65)), r"\(1, 65\), expected"),
         (dict(input_ids=tokens(5)), r"\(5,\), expected \(B, T\)"),
-        (dict(input_ids=tokens(2, 5).float()), "input_ids is torch.float32, expected a tensor of whole numbers"),
+        (
+            dict(input_ids=tokens(2, 5).float()),
+            "input_ids is torch.float32, expected a tensor of whole numbers",
+        ),
         (dict(input_ids=[[1, 2]]), r"input_ids has shape \(\), expected \(B, T\)"),
         (dict(input_ids=None), r"input_ids has shape \(\), expected \(B, T\)"),
         (dict(labels=[[1, 2]]), "labels is <class 'list'>, expected a tensor"),
         (dict(labels=tokens(2, 4)), r"labels has shape \(2, 4\), expected \(2, 5\)"),
         (dict(document_ids=tokens(1, 5)), r"document_ids has shape \(1, 5\), expected \(2, 5\)"),
-        (dict(attention_mask=torch.zeros(2, 5)), "attention_mask is torch.float32, expected a tensor of whole"),  # 0 and -inf
+        # 0 and -inf
+        (
+            dict(attention_mask=torch.zeros(2, 5)),
+            "attention_mask is torch.float32, expected a tensor of whole",
+        ),
         (dict(attention_mask=[[1] * 5] * 2), "attention_mask is <class 'list'>"),
-        (dict(attention_mask=tokens(2, 6)), r"attention_mask has shape \(2, 6\), expected \(2, 5\)"),
-        (dict(position_ids=torch.arange(4)), r"position_ids has shape \(4,\), expected \(2, 5\) or \(1, 5\) or \(5,\)"),
+        (
+            dict(attention_mask=tokens(2, 6)),
+            r"attention_mask has shape \(2, 6\), expected \(2, 5\)",
+        ),
+        (
+            dict(position_ids=torch.arange(4)),
+            r"position_ids has shape \(4,\), expected \(2, 5\) or \(1, 5\) or \(5,\)",
+        ),
         (dict(position_ids=tokens(3, 5)), r"position_ids has shape \(3, 5\)"),
         (dict(position_ids=torch.arange(5) + 60), "position 64 at "),
         (dict(logits_to_keep=0), "logits_to_keep=0 must be an int of at least 1"),
@@ -250,14 +340,18 @@ def test_positions_are_looked_at_where_nothing_reads_them(wrong):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_cached_decoding_with_padding_equals_the_full_pass(style):
-    model, ids, cache = build(style), tokens(2, 8), Cache()
+    model = build(style)
+    ids = tokens(2, 8)
+    cache = Cache()
     model.eval()
     model.activation_checkpointing = True  # recomputing would feed the cache twice
     mask = torch.tensor([[0, 0] + [1] * 6, [1] * 8])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     full = model(ids, position_ids=positions, attention_mask=mask).logits
     parts = [
-        model(ids[:, a:b], position_ids=positions[:, a:b], attention_mask=mask[:, :b], cache=cache).logits
+        model(
+            ids[:, a:b], position_ids=positions[:, a:b], attention_mask=mask[:, :b], cache=cache
+        ).logits
         for a, b in ((0, 4), (4, 7), (7, 8))
     ]
     assert_close(torch.cat(parts, 1)[mask.bool()], full[mask.bool()], atol=1e-4, rtol=1e-4)
@@ -278,24 +372,32 @@ def test_what_does_not_go_with_a_cache():
 @pytest.mark.parametrize("width", [4, 6, 7])
 def test_a_mask_that_does_not_fit_a_cache_is_refused(width):
     """One that is too long would be cut on the left, as for a window, and hide the wrong keys."""
-    model, cache = build().eval(), KVCache(10)
-    options = dict(position_ids=torch.arange(4), attention_mask=torch.ones(1, 4, dtype=torch.long), cache=cache)
+    model = build().eval()
+    cache = KVCache(10)
+    options = dict(
+        position_ids=torch.arange(4), attention_mask=torch.ones(1, 4, dtype=torch.long), cache=cache
+    )
     model(tokens(1, 4), **options)
     options |= dict(position_ids=torch.tensor([4]))
-    with pytest.raises(ValueError, match=rf"attention_mask has shape \(1, {width}\), expected \(1, 5\)"):
+    with pytest.raises(
+        ValueError, match=rf"attention_mask has shape \(1, {width}\), expected \(1, 5\)"
+    ):
         model(tokens(1, 1), **options | dict(attention_mask=torch.ones(1, width, dtype=torch.long)))
     assert cache.length == 4  # refused before anything was written
     model(tokens(1, 1), **options | dict(attention_mask=torch.ones(1, 5, dtype=torch.long)))
 
 
 def test_documents_of_a_row_do_not_meet():
-    model, ids = build().eval(), tokens(1, 9)
-    documents, positions = torch.tensor([[0] * 4 + [1] * 5]), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    model = build().eval()
+    ids = tokens(1, 9)
+    documents = torch.tensor([[0] * 4 + [1] * 5])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     packed = model(ids, document_ids=documents, position_ids=positions).logits
     assert_close(packed[:, 4:], model(ids[:, 4:]).logits, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(model(ids).logits[:, 4:], packed[:, 4:], atol=1e-2)
     padded = model(ids, document_ids=documents, attention_mask=torch.tensor([[0] + [1] * 8])).logits
-    assert not torch.allclose(padded[:, 1:4], model(ids).logits[:, 1:4], atol=1e-2)  # both masks act
+    # both masks act
+    assert not torch.allclose(padded[:, 1:4], model(ids).logits[:, 1:4], atol=1e-2)
 
 
 def test_labels_never_hold_all_logits():
@@ -304,10 +406,15 @@ def test_labels_never_hold_all_logits():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+            sizes.extend(
+                t.numel()
+                for t in torch.utils._pytree.tree_leaves(result)
+                if isinstance(t, torch.Tensor)
+            )
             return result
 
-    model, batch = build(vocab_size=5000), shift(tokens(32, 65))
+    model = build(vocab_size=5000)
+    batch = shift(tokens(32, 65))
     with Watch():
         model(**batch).loss_sum.backward()
     assert max(sizes) < 32 * 64 * 5000 / 2
@@ -318,12 +425,19 @@ def test_labels_never_hold_all_logits():
 
 
 def test_training_losses_are_off_in_evaluation():
-    ids, labels = tokens(2, 8), tokens(2, 8, seed=1)
-    plain, extra = build(), build(num_mtp_layers=2, z_loss_coef=0.1)
+    ids = tokens(2, 8)
+    labels = tokens(2, 8, seed=1)
+    plain = build()
+    extra = build(num_mtp_layers=2, z_loss_coef=0.1)
     extra.load_state_dict(plain.state_dict(), strict=False)
     logits = plain(ids).logits
     z_loss = 0.1 * logits.logsumexp(-1).square().sum()
-    assert_close(extra(ids, labels=labels).loss_sum, plain(ids, labels=labels).loss_sum + z_loss, atol=1e-3, rtol=1e-4)
+    assert_close(
+        extra(ids, labels=labels).loss_sum,
+        plain(ids, labels=labels).loss_sum + z_loss,
+        atol=1e-3,
+        rtol=1e-4,
+    )
     assert extra(ids, labels=labels).aux_loss > 0
     output = extra.eval()(ids, labels=labels)
     assert_close(output.loss_sum, plain(ids, labels=labels).loss_sum, atol=1e-4, rtol=1e-5)
@@ -331,7 +445,8 @@ def test_training_losses_are_off_in_evaluation():
 
 
 def test_dropout_acts_in_training_only():
-    model, ids = build(dropout=0.5), tokens(2, 8)
+    model = build(dropout=0.5)
+    ids = tokens(2, 8)
     assert not torch.equal(model(ids).logits, model(ids).logits)
     model.eval()
     assert_close(model(ids).logits, model(ids).logits, atol=0, rtol=0)
@@ -341,33 +456,53 @@ def test_dropout_acts_in_training_only():
 
 
 def further_losses(model, row):
-    """For each depth the loss of each place, from nothing but the beginning of the row that it may see."""
+    """For each depth the loss of each place, from nothing but the beginning of the row that it may
+    see.
+    """
     stream = []
-    hook = model.layers[-1].register_forward_hook(lambda module, args, result: stream.append(result[0]))
+    hook = model.layers[-1].register_forward_hook(
+        lambda module, args, result: stream.append(result[0])
+    )
     model(row[None, :-1])
     hook.remove()
-    x, losses, T = stream[0], [], len(row) - 1
+    x = stream[0]
+    losses = []
+    T = len(row) - 1
     for depth, module in enumerate(model.mtp, start=1):
-        outputs, places = [], []
+        outputs = []
+        places = []
         for t in range(T - depth):
             nexts = model.embedding(row[None, depth : t + depth + 1])
-            y = module(x[:, : t + 1], nexts, position_embeddings=model.rotary(torch.arange(t + 1)), mask=None)
+            y = module(
+                x[:, : t + 1],
+                nexts,
+                position_embeddings=model.rotary(torch.arange(t + 1)),
+                mask=None,
+            )
             outputs.append(y[:, -1:])
             places.append(F.cross_entropy(model._logits(y[0, -1:]), row[None, t + depth + 1]))
-        x, losses = torch.cat(outputs, 1), [*losses, torch.stack(places)]
+        x = torch.cat(outputs, 1)
+        losses = [*losses, torch.stack(places)]
     return losses
 
 
 def test_further_tokens_equal_the_loop():
-    model, row = build("llama", num_mtp_layers=2, mtp_loss_coef=0.5), tokens(11)
+    model = build("llama", num_mtp_layers=2, mtp_loss_coef=0.5)
+    row = tokens(11)
     first, second = further_losses(model, row)
     assert (len(first), len(second)) == (9, 8)
-    assert_close(model(**shift(row[None])).aux_loss, 0.5 / 2 * (first.sum() + second.sum()) / 10, atol=1e-5, rtol=1e-5)
+    assert_close(
+        model(**shift(row[None])).aux_loss,
+        0.5 / 2 * (first.sum() + second.sum()) / 10,
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_no_depth_sees_what_it_predicts(place):
-    model, row = build("llama", num_mtp_layers=2), tokens(9)
+    model = build("llama", num_mtp_layers=2)
+    row = tokens(9)
     streams = []
     for module in model.mtp:
         module.register_forward_hook(lambda module, args, result: streams.append(result))
@@ -375,16 +510,27 @@ def test_no_depth_sees_what_it_predicts(place):
     model.embedding.register_forward_hook(lambda module, args, result: tables.append(result))
     model(**shift(row[None]))
     for depth, stream in enumerate(streams, start=1):
-        inputs = torch.autograd.grad(stream[0, place].sum(), tables, retain_graph=True, allow_unused=True)
-        seen = {(k, t) for k, g in enumerate(inputs) if g is not None for t in range(8) if g[0, t].abs().sum() > 0}
+        inputs = torch.autograd.grad(
+            stream[0, place].sum(), tables, retain_graph=True, allow_unused=True
+        )
+        seen = {
+            (k, t)
+            for k, g in enumerate(inputs)
+            if g is not None
+            for t in range(8)
+            if g[0, t].abs().sum() > 0
+        }
         assert max(k + t for k, t in seen) == place + depth  # table k holds token t + k at place t
 
 
 def test_further_tokens_stay_in_their_document():
-    model, row = build("llama", num_mtp_layers=2), tokens(8)
-    ids, labels = row[None, :7], row[None, 1:].clone()
+    model = build("llama", num_mtp_layers=2)
+    row = tokens(8)
+    ids = row[None, :7]
+    labels = row[None, 1:].clone()
     labels[0, [3, 6]] = IGNORE_INDEX
-    documents, positions = torch.tensor([[0] * 4 + [1] * 3]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    documents = torch.tensor([[0] * 4 + [1] * 3])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     packed = model(ids, labels=labels, document_ids=documents, position_ids=positions)
     alone = [model(ids[:, part], labels=labels[:, part]) for part in (slice(0, 4), slice(4, 7))]
     expected = sum(part.aux_loss * part.num_targets for part in alone)
@@ -408,22 +554,27 @@ def test_every_weight_starts_as_promised(style):
 
 
 def test_the_tie_survives(tmp_path):
-    model, ids = build(), tokens(1, 6)
+    model = build()
+    ids = tokens(1, 6)
     expected = model(ids).logits
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     save_file(state, tmp_path / "one_name.safetensors")
     save_model(model, str(tmp_path / "model.safetensors"))
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     others = {name: build() for name in ("one name", "save_model", "assign", "both names")}
     with torch.device("meta"):
-        others["meta"], others["meta and assign"] = build(), build()
+        others["meta"] = build()
+        others["meta and assign"] = build()
     others["meta"].to_empty(device="cpu").load_state_dict(state)
     others["meta and assign"].load_state_dict(model.state_dict(), assign=True)
     others["one name"].load_state_dict(load_file(tmp_path / "one_name.safetensors"))
     load_model(others["save_model"], str(tmp_path / "model.safetensors"))
     others["assign"].load_state_dict(copy.deepcopy(state), assign=True)
     others["both names"].load_state_dict(model.state_dict())
-    others["copy"], others["moved"] = copy.deepcopy(model), copy.deepcopy(model).double().float()
+    others["copy"] = copy.deepcopy(model)
+    others["moved"] = copy.deepcopy(model).double().float()
     for name, other in others.items():
         assert other.lm_head.weight is other.embedding.embed_tokens.weight, name
         assert other.num_parameters() == model.num_parameters(), name
@@ -437,24 +588,32 @@ def test_the_tie_survives(tmp_path):
 @pytest.mark.parametrize("options", [{}, dict(assign=True), dict(strict=False)])
 def test_two_tables_do_not_go_into_a_tied_model(options):
     """Silently, one of the two would win: which one, `assign` decides."""
-    untied, tied = build(tie_word_embeddings=False), build()
+    untied = build(tie_word_embeddings=False)
+    tied = build()
     before = copy.deepcopy(tied.state_dict())
-    with pytest.raises(ValueError, match="lm_head.weight is not embedding.embed_tokens.weight, but tie_word_embeddings=True"):
+    with pytest.raises(
+        ValueError,
+        match="lm_head.weight is not embedding.embed_tokens.weight, but tie_word_embeddings=True",
+    ):
         tied.load_state_dict(untied.state_dict(), **options)
     assert all(tensor.equal(before[name]) for name, tensor in tied.state_dict().items())
 
 
 def test_the_tied_gradient_is_the_sum_of_both_uses():
-    tied, untied, batch = build(), build(tie_word_embeddings=False), shift(tokens(2, 9))
+    tied = build()
+    untied = build(tie_word_embeddings=False)
+    batch = shift(tokens(2, 9))
     untied.load_state_dict(tied.state_dict())
-    one, two = gradients(tied, **batch), gradients(untied, **batch)
+    one = gradients(tied, **batch)
+    two = gradients(untied, **batch)
     both = two.pop("lm_head.weight") + two["embedding.embed_tokens.weight"]
     assert_close(one["embedding.embed_tokens.weight"], both)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_checkpointing_changes_no_gradient(style):
-    model, batch = build(style, dropout=0.1), shift(tokens(2, 9))
+    model = build(style, dropout=0.1)
+    batch = shift(tokens(2, 9))
     found = []
     for model.activation_checkpointing in (False, True):
         torch.manual_seed(1)
@@ -464,18 +623,27 @@ def test_checkpointing_changes_no_gradient(style):
 
 
 def test_router_biases_follow_their_layers():
-    model, loads = build("moe"), torch.tensor([[9, 1, 3, 3], [0, 0, 0, 8]])
+    model = build("moe")
+    loads = torch.tensor([[9, 1, 3, 3], [0, 0, 0, 8]])
     model.update_router_bias(loads, rate=0.5)
     biases = [layer.mlp.gate.expert_bias.tolist() for layer in model.layers]
     assert biases == [[-0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
     output = model(tokens(2, 9))
-    assert output.tokens_per_expert.sum(1).tolist() == [36, 36] and output.tokens_per_expert.dtype == torch.int64
+    assert (
+        output.tokens_per_expert.sum(1).tolist() == [36, 36]
+        and output.tokens_per_expert.dtype == torch.int64
+    )
     for wrong in (loads[:1], loads[:, :3], torch.cat((loads, loads)), None):
         with pytest.raises(
-            ValueError, match=r"tokens_per_expert has shape .*, expected \(2, 4\): a row for each layer with experts"
+            ValueError,
+            match=(
+                r"tokens_per_expert has shape .*, expected \(2, 4\): a row for each layer with"
+                r" experts"
+            ),
         ):
             model.update_router_bias(wrong)
-    assert [layer.mlp.gate.expert_bias.tolist() for layer in model.layers] == biases  # a refusal changes no layer
+    # a refusal changes no layer
+    assert [layer.mlp.gate.expert_bias.tolist() for layer in model.layers] == biases
     for load in (loads, build()(tokens(1, 2)).tokens_per_expert):
         with pytest.raises(ValueError, match="tokens_per_expert has shape"):
             build().update_router_bias(load)
@@ -493,7 +661,8 @@ def test_frozen_parameters_count_too():
 def randomised(model):
     torch.manual_seed(0)
     for parameter in model.parameters():
-        mean = 1.0 if parameter.ndim == 1 else 0.0  # fresh norms and biases would hide a wrong mapping
+        # fresh norms and biases would hide a wrong mapping
+        mean = 1.0 if parameter.ndim == 1 else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.3)
     return model.eval()
 
@@ -506,20 +675,36 @@ def renamed(state, family):
         if family == "gemma2":
             tensor = tensor + 1 if "norm" in name else tensor  # it multiplies by 1 + weight
             name = name.replace("post_attention_layernorm", "attention_output_norm")
-            name = name.replace("pre_feedforward_", "post_attention_").replace("post_feedforward_layernorm", "mlp_output_norm")
+            name = name.replace("pre_feedforward_", "post_attention_").replace(
+                "post_feedforward_layernorm", "mlp_output_norm"
+            )
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
             ours |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
             continue
         ours[name] = tensor
-    ours |= {name.replace("weight", "expert_bias"): torch.zeros(4) for name in ours if name.endswith("mlp.gate.weight")}
+    ours |= {
+        name.replace("weight", "expert_bias"): torch.zeros(4)
+        for name in ours
+        if name.endswith("mlp.gate.weight")
+    }
     return ours
 
 
 def renamed_gpt2(state):
-    places = {"wte": "embedding.embed_tokens", "wpe": "embedding.embed_positions", "ln_f": "norm", "lm_head": "lm_head"}
-    parts = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
-             "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}  # fmt: skip
+    places = {
+        "wte": "embedding.embed_tokens",
+        "wpe": "embedding.embed_positions",
+        "ln_f": "norm",
+        "lm_head": "lm_head",
+    }
+    parts = {
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
     ours = {}
     for name, tensor in state.items():
         name, _, kind = name.removeprefix("transformer.").rpartition(".")
@@ -538,7 +723,13 @@ def renamed_gpt2(state):
 
 HF = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
           intermediate_size=48, max_position_embeddings=64, attn_implementation="eager")  # fmt: skip
-LLAMA3 = dict(rope_type="llama3", factor=4.0, original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 FAMILIES = {
     "llama": (dict(rms_norm_eps=1e-5, rope_parameters=LLAMA3 | dict(rope_theta=500.0), tie_word_embeddings=True),
               dict(rms_norm_eps=1e-5, rope_theta=500.0, rope_scaling=SCALING)),
@@ -576,7 +767,9 @@ def test_agrees_with_hugging_face(family):
 
 
 def tiled(state):
-    """Each query head with another key/value head: head h reads h mod K, where it should read h // (H / K)."""
+    """Each query head with another key/value head: head h reads h mod K, where it should read h //
+    (H / K).
+    """
     order = torch.tensor([0, 2, 1, 3])
     state = dict(state)
     for name in list(state):
@@ -589,19 +782,30 @@ def tiled(state):
 
 def test_the_comparison_sees_planted_mistakes():
     theirs = hugging_face("llama")
-    right, state = FAMILIES["llama"][1], renamed(theirs.state_dict(), "llama")
-    for mistake in (dict(rope_theta=510.0), dict(rms_norm_eps=1e-3), dict(rope_scaling=None), dict(sliding_window=11)):
+    right = FAMILIES["llama"][1]
+    state = renamed(theirs.state_dict(), "llama")
+    for mistake in (
+        dict(rope_theta=510.0),
+        dict(rms_norm_eps=1e-3),
+        dict(rope_scaling=None),
+        dict(sliding_window=11),
+    ):
         assert difference(theirs, state, **(right | mistake)) > 1e-3, mistake
     assert difference(theirs, tiled(state), **right) > 1e-2
 
 
 def test_agrees_with_hugging_faces_gpt2():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_inner=48, n_positions=64)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_inner=48, n_positions=64
+    )
     theirs = randomised(transformers.GPT2LMHeadModel(config))
     options = PRESETS["gpt2"] | SIZES | dict(num_kv_heads=None)
     assert difference(theirs, renamed_gpt2(theirs.state_dict()), **options) < 3e-5
-    assert difference(theirs, renamed_gpt2(theirs.state_dict()), **(options | dict(activation="gelu"))) > 1.2e-4
+    assert (
+        difference(theirs, renamed_gpt2(theirs.state_dict()), **(options | dict(activation="gelu")))
+        > 1.2e-4
+    )
 
 
 def test_presets_have_the_published_sizes():
@@ -609,9 +813,13 @@ def test_presets_have_the_published_sizes():
     with torch.device("meta"):
         assert DecoderModel(ModelConfig.preset("gpt2")).num_parameters() == 124_439_808
         theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-        mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig())  # its defaults are those of 8x7B
+        # its defaults are those of 8x7B
+        mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig())
         assert DecoderModel(ModelConfig.preset("gpt2")).num_parameters() == theirs.num_parameters()
-        assert DecoderModel(ModelConfig.preset("mixtral-8x7b")).num_parameters() == mixtral.num_parameters()
+        assert (
+            DecoderModel(ModelConfig.preset("mixtral-8x7b")).num_parameters()
+            == mixtral.num_parameters()
+        )
 
 
 # ---------------------------------------------------------------- compiled, half precision, accelerator
@@ -622,7 +830,8 @@ def test_a_compiled_training_step_equals_eager():
     model = build("llama", num_layers=1, num_mtp_layers=1, z_loss_coef=0.01)
     batch = shift(tokens(2, 9)) | dict(document_ids=torch.tensor([[0] * 4 + [1] * 4, [0] * 8]))
     expected = gradients(model, **batch)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)  # fullgraph: an error at any break
+    # fullgraph: an error at any break
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     model.zero_grad()
     total(compiled(**batch)).backward()
     for name, parameter in model.named_parameters():
@@ -631,7 +840,10 @@ def test_a_compiled_training_step_equals_eager():
 
 def test_a_compiled_decoding_step_equals_eager():
     torch._dynamo.reset()
-    model, ids, plain, own = build("moe", sliding_window=3).eval(), tokens(2, 7), Cache(), Cache()
+    model = build("moe", sliding_window=3).eval()
+    ids = tokens(2, 7)
+    plain = Cache()
+    own = Cache()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         for cache in (plain, own):
@@ -639,11 +851,17 @@ def test_a_compiled_decoding_step_equals_eager():
         for t in (5, 6):
             step = dict(position_ids=torch.tensor([t]), logits_to_keep=1)
             expected = model(ids[:, t : t + 1], cache=plain, **step).logits
-            assert_close(compiled(ids[:, t : t + 1], cache=own, **step).logits, expected, atol=1e-5, rtol=1e-4)
+            assert_close(
+                compiled(ids[:, t : t + 1], cache=own, **step).logits,
+                expected,
+                atol=1e-5,
+                rtol=1e-4,
+            )
 
 
 def test_bfloat16_autocast_stays_near_float32():
-    model, batch = build("moe", initializer_range=0.05), shift(tokens(2, 17))
+    model = build("moe", initializer_range=0.05)
+    batch = shift(tokens(2, 17))
     expected = total(model(**batch))
     with torch.autocast("cpu", torch.bfloat16):
         output = model(**batch)
@@ -652,12 +870,18 @@ def test_bfloat16_autocast_stays_near_float32():
     assert_close(total(output), expected, atol=3e-2, rtol=1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="needs an accelerator")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+    reason="needs an accelerator",
+)
 @pytest.mark.parametrize("style", STYLES)
 def test_an_accelerator_agrees(style):
     device = torch.accelerator.current_accelerator()
-    model, batch = build(style), shift(tokens(2, 17))
+    model = build(style)
+    batch = shift(tokens(2, 17))
     expected = gradients(model, **batch)
-    moved = gradients(copy.deepcopy(model).to(device), **{name: ids.to(device) for name, ids in batch.items()})
+    moved = gradients(
+        copy.deepcopy(model).to(device), **{name: ids.to(device) for name, ids in batch.items()}
+    )
     for name, gradient in expected.items():
         assert_close(moved[name].cpu(), gradient, atol=1e-3, rtol=1e-3)

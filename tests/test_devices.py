@@ -25,21 +25,32 @@ from llm_course.training.devices import (
 
 def test_device_is_resolved_or_refused_at_once():
     assert resolve_device("cpu") == torch.device("cpu")
-    wanted = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    wanted = (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
     assert resolve_device("auto").type == wanted
     for name in ("cuda:77", "gpu", ""):
-        with pytest.raises(ValueError, match=f"training.device='{name}' cannot be used here.*auto or cpu"):
+        with pytest.raises(
+            ValueError, match=f"training.device='{name}' cannot be used here.*auto or cpu"
+        ):
             resolve_device(name)
 
 
 def test_bf16_is_asked_of_the_hardware(monkeypatch):
     for answers, wanted in (((False, False), False), ((True, False), True), ((False, True), True)):
-        for name, answer in zip(("_is_avx512_bf16_supported", "_is_amx_tile_supported"), answers, strict=True):
+        for name, answer in zip(
+            ("_is_avx512_bf16_supported", "_is_amx_tile_supported"), answers, strict=True
+        ):
             monkeypatch.setattr(torch.cpu, name, partial(bool, answer))
         assert computes_in_bf16(torch.device("cpu")) is wanted
         assert resolve_precision("auto", torch.device("cpu")) == ("bf16" if wanted else "fp32")
-        assert all(resolve_precision(name, torch.device("cpu")) == name for name in ("fp32", "bf16", "fp16"))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+        assert all(
+            resolve_precision(name, torch.device("cpu")) == name
+            for name in ("fp32", "bf16", "fp16")
+        )
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     assert not computes_in_bf16(torch.device("cuda"))  # emulated only
     assert not computes_in_bf16(torch.device("mps"))
 
@@ -59,7 +70,8 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.module, self.out = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.module = nn.Linear(2, 2)
+        self.out = nn.Linear(2, 1)
 
     def forward(self, x):
         return self.out(self.module(x))
@@ -67,7 +79,12 @@ class Named(nn.Module):
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{tmp_path_factory.mktemp('group') / 'store'}",
+        rank=0,
+        world_size=1,
+    )
     yield
     dist.destroy_process_group()
 
@@ -82,11 +99,22 @@ def test_unwrap_removes_wrappers_and_nothing_else(group):
         torch.compile(DistributedDataParallel(model)),
     ):
         assert wrapped is not model and unwrap(wrapped) is model
-        assert set(unwrap(wrapped).state_dict()) == {"module.weight", "module.bias", "out.weight", "out.bias"}
+        assert set(unwrap(wrapped).state_dict()) == {
+            "module.weight",
+            "module.bias",
+            "out.weight",
+            "out.bias",
+        }
 
 
 def draws():
-    return [torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), np.random.rand(), random.gauss(), random.random()]
+    return [
+        torch.rand(3).tolist(),
+        np.random.standard_normal(3).tolist(),
+        np.random.rand(),
+        random.gauss(),
+        random.random(),
+    ]
 
 
 def test_random_state_of_all_generators_is_drawn_again():
@@ -113,7 +141,10 @@ def test_random_state_of_all_generators_is_drawn_again():
 def test_random_state_is_tensors_and_json():
     state = rng_state()
     again = json.loads(json.dumps(state, default=lambda tensor: tensor.tolist()))
-    assert again["torch"] == state["torch"].tolist() and again["python"]["keys"] == state["python"]["keys"].tolist()
+    assert (
+        again["torch"] == state["torch"].tolist()
+        and again["python"]["keys"] == state["python"]["keys"].tolist()
+    )
     again["torch"] = torch.tensor(again["torch"], dtype=torch.uint8)
     for part in ("numpy", "python"):
         again[part]["keys"] = torch.tensor(again[part]["keys"])
@@ -123,7 +154,8 @@ def test_random_state_is_tensors_and_json():
 
 
 def test_runtime_of_one_process():
-    runtime, model = Runtime(), nn.Linear(2, 2)
+    runtime = Runtime()
+    model = nn.Linear(2, 2)
     assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
     assert runtime.wrap(model) is model and runtime.device("cpu") == torch.device("cpu")
     assert runtime.any(True) and not runtime.any(False) and runtime.gather({"a": 1}) == [{"a": 1}]
@@ -139,4 +171,6 @@ def test_runtime_of_one_process():
     runtime.load_model(other, runtime.model_state(model))
     runtime.load_optimizer(resumed, runtime.optimizer_state(optimizer))
     assert torch.equal(other.weight, model.weight)
-    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )

@@ -1,4 +1,6 @@
-"""Two processes must learn what one learns, resume exactly, stop together, and fall together. On gloo, so on any machine."""
+"""Two processes must learn what one learns, resume exactly, stop together, and fall together. On
+gloo, so on any machine.
+"""
 
 import os
 import signal
@@ -23,7 +25,9 @@ from llm_course.training.distributed import DistributedManager, launch
 from llm_course.training.engine import TrainingEngine
 from llm_course.training.train import train_worker
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo over Windows is not tried here")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="gloo over Windows is not tried here"
+)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -45,11 +49,15 @@ def largest_difference(one, other):
 
 # Case 13
 def test_accumulation_gives_the_gradient_of_the_whole_batch(one_process):
-    config = worker.make_config(training=dict(max_steps=1, batch_size=4, gradient_accumulation_steps=2, eval_interval=1))
+    config = worker.make_config(
+        training=dict(max_steps=1, batch_size=4, gradient_accumulation_steps=2, eval_interval=1)
+    )
     state, record = worker.train(config, task=worker.GradientTask)
     assert largest_difference(one_process[0]["model"], state["model"]) < 1e-6
     assert record.rows[0]["num_targets"] == one_process[1].rows[0]["num_targets"]
-    assert record.rows[0]["num_targets"] < 8 * 4, "the rows must have unequal numbers of targets, or nothing is proved"
+    assert record.rows[0]["num_targets"] < 8 * 4, (
+        "the rows must have unequal numbers of targets, or nothing is proved"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -72,9 +80,12 @@ def fresh_weights():
 # Case 17
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_uneven_validation_is_the_mean_over_all_targets(one_process, two_ranks, strategy):
-    row, expected = two_ranks[f"{strategy} step"][1], one_process[1].rows[0]
+    row = two_ranks[f"{strategy} step"][1]
+    expected = one_process[1].rows[0]
     assert row["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-    assert row["num_targets"] == expected["num_targets"] and row["loss_sum"] == pytest.approx(expected["loss_sum"], rel=1e-5)
+    assert row["num_targets"] == expected["num_targets"] and row["loss_sum"] == pytest.approx(
+        expected["loss_sum"], rel=1e-5
+    )
 
 
 # Case 10
@@ -86,7 +97,11 @@ def test_resume_on_two_ranks_is_exact(two_ranks, strategy):
 @pytest.mark.parametrize("at", [2, 3, 7])
 @pytest.mark.parametrize(
     "training",
-    [dict(gradient_accumulation_steps=2), dict(precision="bf16"), dict(precision="fp16", gradient_accumulation_steps=3)],
+    [
+        dict(gradient_accumulation_steps=2),
+        dict(precision="bf16"),
+        dict(precision="fp16", gradient_accumulation_steps=3),
+    ],
     ids=["fp32", "bf16", "fp16"],
 )
 def test_resume_in_one_process_is_exact(training, at):
@@ -97,7 +112,12 @@ def test_resume_in_one_process_is_exact(training, at):
 def test_resume_is_exact_where_other_code_has_left_autocast_open():
     torch.autocast_increment_nesting()  # its cache is emptied only when the outermost context ends
     try:
-        assert worker.resume_differs(worker.make_config(training=dict(precision="bf16", max_steps=4)), at=2) == []
+        assert (
+            worker.resume_differs(
+                worker.make_config(training=dict(precision="bf16", max_steps=4)), at=2
+            )
+            == []
+        )
     finally:
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
@@ -107,12 +127,18 @@ def test_a_difference_would_be_found():
     config = worker.make_config(model=dict(dropout=0.1), training=dict(max_steps=4))
     whole, record = worker.train(config, at=2)
     record.state["rng"]["0"]["torch"] = torch.get_rng_state()
-    assert any(".model." in path for path in worker.differences(whole, worker.train(config, state=record.state)[0]))
+    assert any(
+        ".model." in path
+        for path in worker.differences(whole, worker.train(config, state=record.state)[0])
+    )
 
 
 # Case 12
 def test_a_compiled_distributed_model_loads_into_a_plain_one_and_back(two_ranks):
-    there = {name: torch.from_numpy(tensor) for name, (_, tensor) in two_ranks["compiled ddp"]["model"].items()}
+    there = {
+        name: torch.from_numpy(tensor)
+        for name, (_, tensor) in two_ranks["compiled ddp"]["model"].items()
+    }
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in there)
     config = worker.make_config()
     task = worker.CopyTask(config)
@@ -126,13 +152,19 @@ def test_another_number_of_processes_is_refused_unless_allowed(two_ranks):
     state = restore(two_ranks["compiled ddp"])
     config = worker.make_config()
     task = worker.CopyTask(config)
-    with pytest.raises(ValueError, match="trained by 2 processes and now there are 1.*allow_changes"):
+    with pytest.raises(
+        ValueError, match="trained by 2 processes and now there are 1.*allow_changes"
+    ):
         TrainingEngine(config, task, task.build_data()).setup(state)
     config.checkpoint.allow_changes = True
     engine = TrainingEngine(config, task, task.build_data())
     with pytest.warns(UserWarning, match="world_size was 2, is 1.*next epoch"):
         engine.setup(state)
-    assert (engine.state.step, engine.state.epoch, engine.state.batch) == (2, state["state"]["epoch"] + 1, 0)
+    assert (engine.state.step, engine.state.epoch, engine.state.batch) == (
+        2,
+        state["state"]["epoch"] + 1,
+        0,
+    )
     engine.run()
 
 
@@ -152,8 +184,16 @@ def test_a_model_that_never_exchanges_gradients_is_found(one_process, two_ranks)
 
 def test_fsdp_holds_half_of_what_ddp_holds(two_ranks):
     (parameters, gradients, moments), other = two_ranks["ddp held"]
-    assert other == [parameters, gradients, moments] and gradients == parameters and moments == 2 * parameters
-    assert [sum(parts) for parts in zip(*two_ranks["fsdp held"], strict=True)] == [parameters, gradients, moments]
+    assert (
+        other == [parameters, gradients, moments]
+        and gradients == parameters
+        and moments == 2 * parameters
+    )
+    assert [sum(parts) for parts in zip(*two_ranks["fsdp held"], strict=True)] == [
+        parameters,
+        gradients,
+        moments,
+    ]
     assert max(map(sum, two_ranks["fsdp held"])) < 0.55 * 4 * parameters
 
 
@@ -164,12 +204,16 @@ def test_fsdp_with_offload_and_activation_checkpointing_computes_the_same(one_pr
 
 def test_fsdp_in_bf16_rounds_what_is_computed_and_keeps_float32(one_process, two_ranks):
     weights, row, dtype = two_ranks["bf16 step"]
-    assert dtype == "torch.float32" and row["loss_sum"] == pytest.approx(one_process[1].rows[0]["loss_sum"], rel=1e-2)
+    assert dtype == "torch.float32" and row["loss_sum"] == pytest.approx(
+        one_process[1].rows[0]["loss_sum"], rel=1e-2
+    )
     assert 1e-6 < largest_difference(one_process[0]["model"], weights) < 2e-2
 
 
 def test_idle_experts_and_small_questions(two_ranks):
-    assert two_ranks["idle experts"] and two_ranks["mean"] == 0.5 and two_ranks["any"] == (True, False)
+    assert (
+        two_ranks["idle experts"] and two_ranks["mean"] == 0.5 and two_ranks["any"] == (True, False)
+    )
 
 
 # Case 18
@@ -193,8 +237,10 @@ def test_ctrl_c_in_every_process_ends_the_launch():
 @pytest.mark.parametrize(
     "function, world_size, error, words",
     [
-        (worker.refuses_with_two_words, 1, Exception, "Refused: x=3 is refused"),  # it was lost, and the others went on
-        (worker.leaves_in_silence, 1, RuntimeError, "without an answer"),  # it was waited for without end
+        # it was lost, and the others went on
+        (worker.refuses_with_two_words, 1, Exception, "Refused: x=3 is refused"),
+        # it was waited for without end
+        (worker.leaves_in_silence, 1, RuntimeError, "without an answer"),
         (worker.refuses_in_rank_1, 0, ValueError, "world_size=0 must be at least 1"),
     ],
 )
@@ -219,40 +265,96 @@ def test_processes_share_the_cores_and_lists_of_blocks_may_be_nested(monkeypatch
 
 
 WORDS = (
-    "--task distributed_worker:CopyTask --run-dir run --model.hidden_size 16 --model.num_layers 1 --model.num_heads 2 "
-    "--model.num_kv_heads 1 --training.batch_size 4 --training.eval_interval 5 --training.device cpu --training.precision fp32 "
-    "--checkpoint.save_interval 2 --logging.log_interval 1 --logging.tensorboard false --logging.progress false"
+    "--task distributed_worker:CopyTask --run-dir run --model.hidden_size 16 --model.num_layers 1"
+    " --model.num_heads 2 --model.num_kv_heads 1 --training.batch_size 4 --training.eval_interval 5"
+    " --training.device cpu --training.precision fp32 --checkpoint.save_interval 2"
+    " --logging.log_interval 1 --logging.tensorboard false --logging.progress false"
 ).split()
 MAIN = "import sys; from llm_course.cli import main; sys.exit(main())"
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 # Cases 18 and 10: torchrun carries on
 def test_torchrun_restarts_a_dead_rank_from_the_last_checkpoint(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
     words = ["train", *WORDS, "--task", "distributed_worker:Dying", "--training.max_steps", "8"]
     run = [*torchrun, "--no-python", sys.executable, "-c", MAIN, *words]
-    process = subprocess.run(run, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(
+        run, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert process.returncode == 0, process.stderr
-    assert (tmp_path / "run" / "died").exists() and "resuming the unfinished run in run at step" in process.stderr
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 9))
-    assert load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())["state"]["step"] == 8
+    assert (
+        tmp_path / "run" / "died"
+    ).exists() and "resuming the unfinished run in run at step" in process.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(
+        range(1, 9)
+    )
+    assert (
+        load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())["state"][
+            "step"
+        ]
+        == 8
+    )
 
 
 def test_torchrun_without_restarts_ends_with_an_error_and_ends_the_others(tmp_path):
-    dying = "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(300)\n"
+    dying = (
+        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(),"
+        " signal.SIGKILL)\ntime.sleep(300)\n"
+    )
     (tmp_path / "dying.py").write_text(dying)  # no PyTorch in it: what is asked is who watches
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.run([*torchrun, "dying.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=200)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    process = subprocess.run(
+        [*torchrun, "dying.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=200
+    )
     assert process.returncode != 0
 
 
 # Cases 19 and 21
 def test_sigterm_stops_all_ranks_at_one_step_and_a_second_run_is_refused(tmp_path):
-    words = [sys.executable, "-c", MAIN, "train", *WORDS, "--distributed.world_size", "2", "--training.max_steps", "1000000"]
-    process = subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.is_file() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline:
+    words = [
+        sys.executable,
+        "-c",
+        MAIN,
+        "train",
+        *WORDS,
+        "--distributed.world_size",
+        "2",
+        "--training.max_steps",
+        "1000000",
+    ]
+    process = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while (
+        not (metrics.is_file() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     words = [sys.executable, "-c", MAIN, "train", *WORDS]
     second = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
@@ -277,7 +379,14 @@ def test_what_cannot_be_is_refused(tmp_path, parts, message):
     if torch.cuda.is_available() and "nccl" in message:
         pytest.skip("nccl can be used here")
     with pytest.raises(ValueError, match=message):
-        train_worker(Config(run_dir=str(tmp_path / "run"), model=ModelConfig(), training=TrainingConfig(), **parts))
+        train_worker(
+            Config(
+                run_dir=str(tmp_path / "run"),
+                model=ModelConfig(),
+                training=TrainingConfig(),
+                **parts,
+            )
+        )
 
 
 def test_without_torchrun_the_manager_says_what_is_missing(monkeypatch):
@@ -295,7 +404,8 @@ class Asked(Exception):
     "device, backend, expected",
     [
         ("cuda", "auto", {"cpu": "gloo", "cuda": "nccl"}),
-        ("cuda", "nccl", {"cpu": "gloo", "cuda": "nccl"}),  # NCCL alone could not reduce the flags of `any`
+        # NCCL alone could not reduce the flags of `any`
+        ("cuda", "nccl", {"cpu": "gloo", "cuda": "nccl"}),
         ("cuda", "gloo", {"cpu": "gloo", "cuda": "gloo"}),
         ("cpu", "auto", {"cpu": "gloo"}),
     ],
@@ -307,7 +417,9 @@ def test_the_group_can_always_reduce_tensors_on_the_cpu(monkeypatch, device, bac
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0" if "RANK" in name else "1")
     monkeypatch.setattr(distributed, "resolve_device", lambda name: torch.device(device))
-    monkeypatch.setattr(distributed, "rendezvous", lambda *where, **settings: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(
+        distributed, "rendezvous", lambda *where, **settings: iter([(dist.HashStore(), 0, 1)])
+    )
     monkeypatch.setattr(dist, "init_process_group", ask)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     with pytest.raises(Asked) as asked:

@@ -1,4 +1,6 @@
-"""Embeddings and positions at their edges: odd sizes, wrong inputs, half precision, and Hugging Face's layers as the oracle."""
+"""Embeddings and positions at their edges: odd sizes, wrong inputs, half precision, and Hugging
+Face's layers as the oracle.
+"""
 
 import copy
 import math
@@ -24,13 +26,21 @@ from llm_course.model.embedding import (
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 even = st.integers(1, 9).map(lambda n: 2 * n)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    original_max_position_embeddings=8192,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096)
 SCALINGS = [None, dict(rope_type="linear", factor=4.0), LLAMA3, YARN]
 
 
 def rotary(head_dim, settings=None, **options):
-    return RotaryEmbedding(head_dim, scaling=None if settings is None else RopeScaling(**settings), **options)
+    return RotaryEmbedding(
+        head_dim, scaling=None if settings is None else RopeScaling(**settings), **options
+    )
 
 
 # ---------------------------------------------------------------- the rotation
@@ -45,22 +55,32 @@ def turn(x, positions, frequencies):
 
 def by_complex(x, positions, frequencies):
     """The rotation as a product of complex numbers, one pair (i, i + D/2) at a time."""
-    D, out = x.shape[-1], x.clone()
+    D = x.shape[-1]
+    out = x.clone()
     for i in range(D // 2):
         angle = positions.double() * frequencies[i].double()
-        pair = torch.complex(x[..., i], x[..., i + D // 2]) * torch.polar(torch.ones_like(angle), angle)
-        out[..., i], out[..., i + D // 2] = pair.real, pair.imag
+        pair = torch.complex(x[..., i], x[..., i + D // 2]) * torch.polar(
+            torch.ones_like(angle), angle
+        )
+        out[..., i] = pair.real
+        out[..., i + D // 2] = pair.imag
     return out
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    B=st.integers(1, 3), H=st.integers(1, 3), T=st.integers(0, 5), D=even, start=st.integers(-50, 200_000),
-    theta=st.sampled_from([2.0, 100.0, 10_000.0, 1e6]), seed=st.integers(0, 99),
-)  # fmt: skip
+    B=st.integers(1, 3),
+    H=st.integers(1, 3),
+    T=st.integers(0, 5),
+    D=even,
+    start=st.integers(-50, 200_000),
+    theta=st.sampled_from([2.0, 100.0, 10_000.0, 1e6]),
+    seed=st.integers(0, 99),
+)
 def test_rotation_is_the_complex_product_and_keeps_lengths(B, H, T, D, start, theta, seed):
     x = torch.randn(B, H, T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    positions, frequencies = torch.arange(start, start + T), rotary_frequencies(D, rope_theta=theta)
+    positions = torch.arange(start, start + T)
+    frequencies = rotary_frequencies(D, rope_theta=theta)
     turned = turn(x, positions, frequencies)
     assert_close(turned, by_complex(x, positions, frequencies))
     assert_close(turned.norm(dim=-1), x.norm(dim=-1))
@@ -69,21 +89,33 @@ def test_rotation_is_the_complex_product_and_keeps_lengths(B, H, T, D, start, th
 
 @settings(max_examples=40, deadline=None)
 @given(
-    D=even, m=st.integers(0, 5000), n=st.integers(0, 5000), shift=st.integers(-4000, 100_000), scaling=st.sampled_from(SCALINGS)
-)  # fmt: skip
+    D=even,
+    m=st.integers(0, 5000),
+    n=st.integers(0, 5000),
+    shift=st.integers(-4000, 100_000),
+    scaling=st.sampled_from(SCALINGS),
+)
 def test_score_depends_on_the_distance_only(D, m, n, shift, scaling):
-    q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(D))
+    q, k = torch.randn(
+        2, 1, 1, 1, D, dtype=torch.float64, generator=torch.Generator().manual_seed(D)
+    )
     frequencies = rotary(D, scaling).frequencies
 
     def score(a, b):
-        return (turn(q, torch.tensor([a]), frequencies) * turn(k, torch.tensor([b]), frequencies)).sum()
+        return (
+            turn(q, torch.tensor([a]), frequencies) * turn(k, torch.tensor([b]), frequencies)
+        ).sum()
 
     assert_close(score(m, n), score(m + shift, n + shift), atol=1e-10, rtol=1e-10)
 
 
 def attend(turn_q, turn_k, turn_v, positions):
-    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return nn.functional.scaled_dot_product_attention(turn_q(q, positions), turn_k(k, positions), turn_v(v, positions))
+    q, k, v = torch.randn(
+        3, 1, 2, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    return nn.functional.scaled_dot_product_attention(
+        turn_q(q, positions), turn_k(k, positions), turn_v(v, positions)
+    )
 
 
 def check_rotation(turn_q, turn_k, turn_v=lambda x, positions: x):
@@ -102,7 +134,9 @@ def rotate(x, positions):
 
 
 def layout_mixed(x, positions):
-    angles = (positions[:, None].double() * rotary_frequencies(8).double()).repeat_interleave(2, dim=-1)[None]
+    angles = (positions[:, None].double() * rotary_frequencies(8).double()).repeat_interleave(
+        2, dim=-1
+    )[None]
     return apply_rotary(x, angles.cos(), angles.sin())
 
 
@@ -130,9 +164,13 @@ def test_planted_mistake_is_caught(mistake):
 
 
 def test_layouts_differ_by_a_permutation():
-    D, x, positions = 10, torch.randn(1, 2, 4, 10, dtype=torch.float64), torch.arange(4)
+    D = 10
+    x = torch.randn(1, 2, 4, 10, dtype=torch.float64)
+    positions = torch.arange(4)
     angles = positions[:, None].double() * rotary_frequencies(D).double()
-    neighbours = torch.view_as_complex(x.unflatten(-1, (D // 2, 2)).contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    neighbours = torch.view_as_complex(x.unflatten(-1, (D // 2, 2)).contiguous()) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     order = torch.cat((torch.arange(0, D, 2), torch.arange(1, D, 2)))
     turned = turn(x[..., order], positions, rotary_frequencies(D))
     assert_close(torch.view_as_real(neighbours).flatten(-2)[..., order], turned)
@@ -158,9 +196,12 @@ def hf_rotary(settings, head_dim=64, theta=10_000.0):
 
     parameters = dict(rope_type="default") | (settings or {}) | dict(rope_theta=theta)
     config = LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, max_position_embeddings=32_768,
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=32_768,
         rope_parameters=parameters,
-    )  # fmt: skip
+    )
     return LlamaRotaryEmbedding(config)
 
 
@@ -172,7 +213,11 @@ HUGGING_FACE = [
 
 
 @pytest.mark.parametrize("settings, head_dim, theta", HUGGING_FACE)
-@pytest.mark.parametrize("positions", [torch.arange(50)[None], torch.tensor([[0, 131_071], [7, 100_003]])], ids=["near", "far"])
+@pytest.mark.parametrize(
+    "positions",
+    [torch.arange(50)[None], torch.tensor([[0, 131_071], [7, 100_003]])],
+    ids=["near", "far"],
+)
 def test_equals_hugging_face(settings, head_dim, theta, positions):
     theirs = hf_rotary(settings, head_dim, theta)
     ours = rotary(head_dim, settings, rope_theta=theta)
@@ -183,7 +228,9 @@ def test_equals_hugging_face(settings, head_dim, theta, positions):
 @pytest.mark.parametrize("factor", [1.0, 3.0, 5.7, 10.0, 40.0])
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_speeds_equal_hugging_face_bit_for_bit(kind, factor):
-    settings = {"linear": dict(rope_type="linear"), "llama3": LLAMA3, "yarn": YARN}[kind] | dict(factor=factor)
+    settings = {"linear": dict(rope_type="linear"), "llama3": LLAMA3, "yarn": YARN}[kind] | dict(
+        factor=factor
+    )
     for head_dim, theta in ((6, 1e4), (64, 1e4), (96, 1e6), (128, 5e5)):
         ours = rotary(head_dim, settings, rope_theta=theta).frequencies
         assert torch.equal(ours, hf_rotary(settings, head_dim, theta).inv_freq)
@@ -198,11 +245,14 @@ def test_tables_do_not_depend_on_the_default_dtype(scaling, dtype):
     torch.set_default_dtype(dtype)
     try:
         rope = rotary(128, scaling, rope_theta=1e6)
-        tables, clock = rope(positions), sinusoidal_positions(positions, 8)
+        tables = rope(positions)
+        clock = sinusoidal_positions(positions, 8)
         converted = copy.deepcopy(rope).to(dtype)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(rope.frequencies, expected.frequencies) and torch.equal(converted.frequencies, expected.frequencies)
+    assert torch.equal(rope.frequencies, expected.frequencies) and torch.equal(
+        converted.frequencies, expected.frequencies
+    )
     assert all(torch.equal(*pair) for pair in zip(tables, expected(positions), strict=True))
     assert torch.equal(clock, sinusoidal_positions(positions, 8))
 
@@ -210,17 +260,22 @@ def test_tables_do_not_depend_on_the_default_dtype(scaling, dtype):
 def test_rotation_equals_hugging_face():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    q, k, positions = torch.randn(2, 4, 5, 64), torch.randn(2, 2, 5, 64), torch.arange(10).view(2, 5)
+    q = torch.randn(2, 4, 5, 64)
+    k = torch.randn(2, 2, 5, 64)
+    positions = torch.arange(10).view(2, 5)
     theirs = apply_rotary_pos_emb(q, k, *hf_rotary(None)(q, positions))
     tables = RotaryEmbedding(64)(positions)
-    for ours, expected in zip((apply_rotary(q, *tables), apply_rotary(k, *tables)), theirs, strict=True):
+    for ours, expected in zip(
+        (apply_rotary(q, *tables), apply_rotary(k, *tables)), theirs, strict=True
+    ):
         assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
 @settings(max_examples=30, deadline=None)
 @given(D=even, T=st.integers(0, 6), B=st.integers(1, 3), start=st.integers(0, 10**6))
 def test_rows_do_not_depend_on_what_stands_beside_them(D, T, B, start):
-    rope, positions = RotaryEmbedding(D), torch.arange(start, start + T)
+    rope = RotaryEmbedding(D)
+    positions = torch.arange(start, start + T)
     cos, sin = rope(positions)
     assert cos.shape == sin.shape == (1, T, D) and cos.dtype == torch.float32
     batch = rope(positions.expand(B, T).int())
@@ -233,20 +288,32 @@ def test_scaled_speeds_by_hand():
     options = dict(factor=4.0, original_max_position_embeddings=157)  # 25, 2.5 and 0.25 turns
     by_hand = torch.tensor([1.0, 0.0625, 0.0025])
     for kind in ("llama3", "yarn"):
-        speeds = rotary_frequencies(6, rope_theta=1000.0, scaling=RopeScaling(rope_type=kind, **options))
+        speeds = rotary_frequencies(
+            6, rope_theta=1000.0, scaling=RopeScaling(rope_type=kind, **options)
+        )
         assert_close(speeds, by_hand, atol=1e-4, rtol=0)
-    assert math.isclose(RopeScaling(rope_type="yarn", **options).resolved_attention_factor, 0.1 * math.log(4) + 1)
+    assert math.isclose(
+        RopeScaling(rope_type="yarn", **options).resolved_attention_factor, 0.1 * math.log(4) + 1
+    )
     assert RopeScaling(rope_type="llama3", **options).resolved_attention_factor == 1.0
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    kind=st.sampled_from(["linear", "llama3", "yarn"]), factor=st.floats(1, 64), D=even,
-    context=st.integers(8, 10**5), theta=st.floats(10, 1e6),
-)  # fmt: skip
+    kind=st.sampled_from(["linear", "llama3", "yarn"]),
+    factor=st.floats(1, 64),
+    D=even,
+    context=st.integers(8, 10**5),
+    theta=st.floats(10, 1e6),
+)
 def test_scaled_speeds_lie_between_the_plain_and_the_slowed(kind, factor, D, context, theta):
-    scaling = RopeScaling(rope_type=kind, factor=factor, original_max_position_embeddings=None if kind == "linear" else context)
-    plain, scaled = rotary_frequencies(D, rope_theta=theta), rotary_frequencies(D, rope_theta=theta, scaling=scaling)
+    scaling = RopeScaling(
+        rope_type=kind,
+        factor=factor,
+        original_max_position_embeddings=None if kind == "linear" else context,
+    )
+    plain = rotary_frequencies(D, rope_theta=theta)
+    scaled = rotary_frequencies(D, rope_theta=theta, scaling=scaling)
     assert scaled.shape == (D // 2,) and scaled.dtype == torch.float32
     assert (scaled <= plain * (1 + 1e-6)).all() and (scaled >= plain / factor * (1 - 1e-6)).all()
     assert (scaled.diff() <= 1e-7).all()  # still from fast to slow
@@ -257,7 +324,8 @@ def test_scaled_speeds_lie_between_the_plain_and_the_slowed(kind, factor, D, con
 
 @pytest.mark.parametrize("convert", ["bfloat16", "half", "double", "float"])
 def test_speeds_survive_a_conversion_of_the_model(convert):
-    rope, positions = rotary(8, LLAMA3), torch.tensor([3, 1001, 100_003])
+    rope = rotary(8, LLAMA3)
+    positions = torch.tensor([3, 1001, 100_003])
     model = getattr(nn.Sequential(nn.Linear(2, 2), copy.deepcopy(rope)), convert)()
     for got, expected in zip(model[1](positions), rope(positions), strict=True):
         assert got.dtype == torch.float32
@@ -278,9 +346,12 @@ def test_a_model_on_another_default_device_runs_there():
         rope = rotary(8, YARN)
         cos, sin = rope(torch.arange(9))
         assert cos.is_meta and sin.is_meta and cos.shape == (1, 9, 8)
-    assert rope.frequencies.device.type == "cpu"  # real values, so that a checkpoint that is assigned makes a model that runs
+    # real values, so that a checkpoint that is assigned makes a model that runs
+    assert rope.frequencies.device.type == "cpu"
     assert torch.equal(rope(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0])
-    assert torch.equal(rope.to_empty(device="cpu")(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0])
+    assert torch.equal(
+        rope.to_empty(device="cpu")(torch.arange(9))[0], rotary(8, YARN)(torch.arange(9))[0]
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -292,24 +363,30 @@ def test_frequencies_are_made_on_the_default_device():
 
 def test_nothing_is_saved_or_learned():
     assert RotaryEmbedding(8).state_dict() == {} and list(RotaryEmbedding(8).parameters()) == []
-    assert list(EmbeddingLayer(5, 4, position_type="learned", max_position_embeddings=3).state_dict()) == [
+    assert list(
+        EmbeddingLayer(5, 4, position_type="learned", max_position_embeddings=3).state_dict()
+    ) == [
         "embed_tokens.weight",
         "embed_positions.weight",
     ]
-    assert list(EmbeddingLayer(5, 4, position_type="sinusoidal").state_dict()) == ["embed_tokens.weight"]
+    assert list(EmbeddingLayer(5, 4, position_type="sinusoidal").state_dict()) == [
+        "embed_tokens.weight"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_queries_keep_their_dtype_and_stay_near(dtype):
     torch.manual_seed(0)
-    x, tables = torch.randn(2, 3, 5, 64), RotaryEmbedding(64)(torch.arange(5) + 100_000)
+    x = torch.randn(2, 3, 5, 64)
+    tables = RotaryEmbedding(64)(torch.arange(5) + 100_000)
     turned = apply_rotary(x.to(dtype), *tables)
     assert turned.dtype == dtype
     assert_close(turned.float(), apply_rotary(x, *tables), atol=5e-2, rtol=2e-2)
 
 
 def test_autocast_leaves_the_tables_alone():
-    rope, positions = RotaryEmbedding(8), torch.tensor([100_003])
+    rope = RotaryEmbedding(8)
+    positions = torch.tensor([100_003])
     with torch.autocast("cpu", torch.bfloat16):
         tables = rope(positions)
     for got, expected in zip(tables, rope(positions), strict=True):
@@ -351,10 +428,19 @@ def test_embedding_compiles_as_one_graph(position_type):
 
 
 @settings(max_examples=40, deadline=None)
-@given(C=even, T=st.integers(0, 5), start=st.integers(0, 3000), base=st.sampled_from([50.0, 10_000.0]))
+@given(
+    C=even, T=st.integers(0, 5), start=st.integers(0, 3000), base=st.sampled_from([50.0, 10_000.0])
+)
 def test_sinusoidal_positions_follow_the_formula(C, T, start, base):
     expected = torch.tensor(
-        [[f((start + t) / base ** (2 * i / C)) for i in range(C // 2) for f in (math.sin, math.cos)] for t in range(T)]
+        [
+            [
+                f((start + t) / base ** (2 * i / C))
+                for i in range(C // 2)
+                for f in (math.sin, math.cos)
+            ]
+            for t in range(T)
+        ]
     ).view(T, C)
     ours = sinusoidal_positions(torch.arange(start, start + T), C, base=base)
     assert_close(ours, expected, atol=1e-3, rtol=0)  # float32 angles of up to 3000 radians
@@ -378,21 +464,34 @@ def test_sinusoidal_products_depend_on_the_distance_only():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    V=st.integers(1, 9), C=even, B=st.integers(0, 3), T=st.integers(0, 5), seed=st.integers(0, 99),
-    position_type=st.sampled_from(["none", "sinusoidal", "learned"]), scale=st.sampled_from([1.0, 2.5]),
-)  # fmt: skip
+    V=st.integers(1, 9),
+    C=even,
+    B=st.integers(0, 3),
+    T=st.integers(0, 5),
+    seed=st.integers(0, 99),
+    position_type=st.sampled_from(["none", "sinusoidal", "learned"]),
+    scale=st.sampled_from([1.0, 2.5]),
+)
 def test_layer_is_the_sum_of_its_rows(V, C, B, T, seed, position_type, scale):
     torch.manual_seed(seed)
-    layer = EmbeddingLayer(V, C, position_type=position_type, max_position_embeddings=8, embedding_scale=scale)
-    ids, positions = torch.randint(V, (B, T)), torch.randint(8, (B, T))
-    tokens, out = layer.embed_tokens.weight, layer(ids, positions)
+    layer = EmbeddingLayer(
+        V, C, position_type=position_type, max_position_embeddings=8, embedding_scale=scale
+    )
+    ids = torch.randint(V, (B, T))
+    positions = torch.randint(8, (B, T))
+    tokens = layer.embed_tokens.weight
+    out = layer(ids, positions)
     assert out.shape == (B, T, C)
     for b in range(B):
         for t in range(T):
             place = {
                 "none": torch.zeros(C),
                 "sinusoidal": sinusoidal_positions(positions[b, t : t + 1], C)[0],
-                "learned": layer.embed_positions.weight[positions[b, t]] if position_type == "learned" else None,
+                "learned": (
+                    layer.embed_positions.weight[positions[b, t]]
+                    if position_type == "learned"
+                    else None
+                ),
             }[position_type]
             assert_close(out[b, t], tokens[ids[b, t]] * scale + place)
     assert_close(layer(ids), layer(ids, torch.arange(T)))
@@ -407,7 +506,9 @@ def test_embedding_equals_gpt2_and_gemma():
     theirs = GPT2Model(config).eval()
     theirs.ln_f = nn.Identity()
     ours = EmbeddingLayer(11, 8, position_type="learned", max_position_embeddings=7)
-    ours.load_state_dict({"embed_tokens.weight": theirs.wte.weight, "embed_positions.weight": theirs.wpe.weight})
+    ours.load_state_dict(
+        {"embed_tokens.weight": theirs.wte.weight, "embed_positions.weight": theirs.wpe.weight}
+    )
     ids = torch.randint(11, (2, 5))
     assert_close(ours(ids), theirs(ids).last_hidden_state)
     scaled = Gemma3TextScaledWordEmbedding(11, 8, padding_idx=0, embed_scale=8**0.5)
@@ -431,11 +532,17 @@ def test_only_rows_that_are_read_get_a_gradient():
 
 
 def test_sizes_of_numpy_are_whole_numbers_too():
-    layer = EmbeddingLayer(np.int64(9), np.uint8(4), position_type="learned", max_position_embeddings=np.int32(8))
+    layer = EmbeddingLayer(
+        np.int64(9), np.uint8(4), position_type="learned", max_position_embeddings=np.int32(8)
+    )
     assert layer(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 4)
-    ours = RopeScaling(**LLAMA3 | dict(factor=np.float64(8), original_max_position_embeddings=np.int64(8192)))
+    ours = RopeScaling(
+        **LLAMA3 | dict(factor=np.float64(8), original_max_position_embeddings=np.int64(8192))
+    )
     frequencies = rotary_frequencies(np.int64(64), rope_theta=np.float64(1e4), scaling=ours)
-    assert frequencies.dtype == torch.float32 and torch.equal(frequencies, rotary(64, LLAMA3).frequencies)
+    assert frequencies.dtype == torch.float32 and torch.equal(
+        frequencies, rotary(64, LLAMA3).frequencies
+    )
 
 
 def test_an_index_error_of_a_hook_is_not_renamed():
@@ -454,7 +561,8 @@ def test_settings_show_in_the_printed_model():
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
-    layer, ids = EmbeddingLayer(9, 64, dropout=0.5), torch.zeros(1, 8, dtype=torch.long)
+    layer = EmbeddingLayer(9, 64, dropout=0.5)
+    ids = torch.zeros(1, 8, dtype=torch.long)
     assert (layer(ids) == 0).float().mean() > 0.3
     assert_close(layer.eval()(ids), layer.embed_tokens(ids))
 
@@ -470,9 +578,15 @@ TABLES = RotaryEmbedding(4)(torch.arange(3))
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: LAYER(torch.tensor([[1, 2], [3, 9]])), r"token id 9 at \[1, 1\].*0\.\.8.*tokenizer"),
+        (
+            lambda: LAYER(torch.tensor([[1, 2], [3, 9]])),
+            r"token id 9 at \[1, 1\].*0\.\.8.*tokenizer",
+        ),
         (lambda: LAYER(torch.tensor([[-1, 2]])), r"token id -1 at \[0, 0\]"),
-        (lambda: LAYER(torch.zeros(1, 9, dtype=torch.long)), r"position 8 at \[8\].*0\.\.7.*max_position_embeddings"),
+        (
+            lambda: LAYER(torch.zeros(1, 9, dtype=torch.long)),
+            r"position 8 at \[8\].*0\.\.7.*max_position_embeddings",
+        ),
         (lambda: LAYER(IDS, torch.tensor([0, 1, -2])), r"position -2 at \[2\]"),
         (lambda: LAYER(IDS.float()), "float32.*long"),
         (lambda: LAYER(IDS.bool()), "bool"),
@@ -484,7 +598,10 @@ TABLES = RotaryEmbedding(4)(torch.arange(3))
         (lambda: EmbeddingLayer(4, 4, position_type="rope"), "'rope'.*'none'"),
         (lambda: EmbeddingLayer(4, 4, position_type="learned"), "max_position_embeddings=None"),
         (lambda: EmbeddingLayer(4, 5, position_type="sinusoidal"), "hidden_size=5 must be even"),
-        (lambda: EmbeddingLayer(4, 4, position_type="learned", max_position_embeddings=8.0), "max_position_embeddings=8.0"),
+        (
+            lambda: EmbeddingLayer(4, 4, position_type="learned", max_position_embeddings=8.0),
+            "max_position_embeddings=8.0",
+        ),
         (lambda: EmbeddingLayer(4, 4, dropout=1.5), "dropout=1.5"),
         (lambda: EmbeddingLayer(4, 4, dropout=1.0), "dropout=1.0"),
         (lambda: EmbeddingLayer(4, 4, dropout=math.nan), "dropout=nan"),
@@ -509,36 +626,80 @@ TABLES = RotaryEmbedding(4)(torch.arange(3))
         (lambda: RotaryEmbedding(8, rope_theta=1.0), "rope_theta=1.0"),
         (lambda: RotaryEmbedding(8, rope_theta=math.nan), "rope_theta=nan"),
         (lambda: RotaryEmbedding(8)(torch.arange(3).bfloat16()), "bfloat16.*long"),
-        (lambda: RotaryEmbedding(8)(torch.zeros(1, 2, 3, dtype=torch.long)), r"\(1, 2, 3\), expected \(T,\) or \(B, T\)"),
+        (
+            lambda: RotaryEmbedding(8)(torch.zeros(1, 2, 3, dtype=torch.long)),
+            r"\(1, 2, 3\), expected \(T,\) or \(B, T\)",
+        ),
         (lambda: apply_rotary(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 2, 3)), "even number"),
         (lambda: rotate_half(torch.zeros(2, 3)), r"\(2, 3\), expected an even number"),
         (lambda: apply_rotary(torch.zeros(1, 1, 3, 4).long(), *TABLES), "int64"),
-        (lambda: apply_rotary(torch.zeros(3, 4), *TABLES), r"\(3, 4\).*expected floating-point \(B, H, T, D\)"),
+        (
+            lambda: apply_rotary(torch.zeros(3, 4), *TABLES),
+            r"\(3, 4\).*expected floating-point \(B, H, T, D\)",
+        ),
         (lambda: apply_rotary(torch.zeros(1, 3, 4), *TABLES), r"x is torch.float32 \(1, 3, 4\)"),
-        (lambda: apply_rotary(torch.zeros(1, 1, 1, 4), *TABLES), r"\(1, 1, 1, 4\), cos \(1, 3, 4\).*these T tokens only"),
-        (lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 1, 1, 4)), r"cos \(1, 1, 4\)"),
-        (lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 2, 3, 4)), r"cos \(2, 3, 4\)"),
+        (
+            lambda: apply_rotary(torch.zeros(1, 1, 1, 4), *TABLES),
+            r"\(1, 1, 1, 4\), cos \(1, 3, 4\).*these T tokens only",
+        ),
+        (
+            lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 1, 1, 4)),
+            r"cos \(1, 1, 4\)",
+        ),
+        (
+            lambda: apply_rotary(torch.zeros(1, 1, 3, 4), *torch.zeros(2, 2, 3, 4)),
+            r"cos \(2, 3, 4\)",
+        ),
         (lambda: apply_rotary(torch.zeros(2, 1, 3, 4), *torch.zeros(2, 3, 4)), r"cos \(3, 4\)"),
-        (lambda: apply_rotary(torch.zeros(2, 1, 3, 4), TABLES[0], TABLES[1][:, :1]), r"sin \(1, 1, 4\)"),
-        (lambda: RopeScaling(rope_type="dynamic", factor=2.0), "'dynamic' must be one of linear, llama3, yarn"),
-        (lambda: RopeScaling(rope_type=["linear"], factor=2.0), "must be one of linear, llama3, yarn"),
+        (
+            lambda: apply_rotary(torch.zeros(2, 1, 3, 4), TABLES[0], TABLES[1][:, :1]),
+            r"sin \(1, 1, 4\)",
+        ),
+        (
+            lambda: RopeScaling(rope_type="dynamic", factor=2.0),
+            "'dynamic' must be one of linear, llama3, yarn",
+        ),
+        (
+            lambda: RopeScaling(rope_type=["linear"], factor=2.0),
+            "must be one of linear, llama3, yarn",
+        ),
         (lambda: RopeScaling(rope_type="linear", factor=0.5), "factor=0.5"),
         (lambda: RopeScaling(rope_type="linear", factor=True), "factor=True must be a number"),
         (lambda: RopeScaling(rope_type="linear", factor="4.0"), "factor='4.0' must be a number"),
         (lambda: RopeScaling(rope_type="linear", factor=None), "factor=None must be a number"),
-        (lambda: RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=True), "low_freq_factor=True must be a number"),
+        (
+            lambda: RopeScaling(rope_type="linear", factor=2.0, low_freq_factor=True),
+            "low_freq_factor=True must be a number",
+        ),
         (lambda: RopeScaling(**LLAMA3 | dict(high_freq_factor=math.nan)), "high_freq_factor=nan"),
         (lambda: RopeScaling(**YARN | dict(attention_factor=math.nan)), "attention_factor=nan"),
         *(
-            (lambda kind=kind, n=n: RopeScaling(**kind | dict(original_max_position_embeddings=n)), "must be a (whole )?number")
+            (
+                lambda kind=kind, n=n: RopeScaling(
+                    **kind | dict(original_max_position_embeddings=n)
+                ),
+                "must be a (whole )?number",
+            )
             for kind in (LLAMA3, YARN)
             for n in (math.nan, math.inf, 8192.5, 8192.0, True, 0, -1, "8192")
         ),
         (lambda: RopeScaling(rope_type="linear", factor=math.inf), "factor=inf"),
-        (lambda: RopeScaling(rope_type="yarn", factor=2.0), "original_max_position_embeddings=None"),
-        (lambda: RopeScaling(rope_type="linear", factor=2.0, beta_fast=9.0), "beta_fast=9.0 means nothing to rope_type='linear'"),
-        (lambda: RopeScaling(**LLAMA3 | dict(attention_factor=1.2)), "attention_factor=1.2 means nothing"),
-        (lambda: RopeScaling(**LLAMA3 | dict(low_freq_factor=4.0)), "low_freq_factor=4.0 must be positive and below"),
+        (
+            lambda: RopeScaling(rope_type="yarn", factor=2.0),
+            "original_max_position_embeddings=None",
+        ),
+        (
+            lambda: RopeScaling(rope_type="linear", factor=2.0, beta_fast=9.0),
+            "beta_fast=9.0 means nothing to rope_type='linear'",
+        ),
+        (
+            lambda: RopeScaling(**LLAMA3 | dict(attention_factor=1.2)),
+            "attention_factor=1.2 means nothing",
+        ),
+        (
+            lambda: RopeScaling(**LLAMA3 | dict(low_freq_factor=4.0)),
+            "low_freq_factor=4.0 must be positive and below",
+        ),
         (lambda: RopeScaling(**YARN | dict(beta_slow=0.0)), "beta_slow=0.0"),
         (lambda: RopeScaling(**YARN | dict(attention_factor=-1.0)), "attention_factor=-1.0"),
     ],

@@ -1,4 +1,6 @@
-"""The engine against answers that it did not compute: algebra, plain PyTorch, a run that was never stopped."""
+"""The engine against answers that it did not compute: algebra, plain PyTorch, a run that was never
+stopped.
+"""
 
 import copy
 import math
@@ -42,7 +44,10 @@ class Points(BaseDataModule):
     """y = 3 x + 1; a third of the rows has no target."""
 
     def __init__(self, batch_size=4, *, rows=21, val_rows=9, masked=()):
-        self.batch_size, self.rows, self.val_rows, self.masked = batch_size, rows, val_rows, masked
+        self.batch_size = batch_size
+        self.rows = rows
+        self.val_rows = val_rows
+        self.masked = masked
 
     def setup(self):
         total = self.rows + self.val_rows
@@ -59,7 +64,8 @@ class Points(BaseDataModule):
 class Line(TrainingTask):
     """Keeps the gradients of each update."""
 
-    DROPOUT, SGD = 0.0, False
+    DROPOUT = 0.0
+    SGD = False
 
     def __init__(self, config):
         super().__init__(config)
@@ -72,7 +78,11 @@ class Line(TrainingTask):
         return nn.Sequential(nn.Linear(1, 4), nn.Dropout(self.DROPOUT), nn.Linear(4, 1))
 
     def build_optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=1.0) if self.SGD else super().build_optimizer(model)
+        return (
+            torch.optim.SGD(model.parameters(), lr=1.0)
+            if self.SGD
+            else super().build_optimizer(model)
+        )
 
     def train_step(self, model, batch):
         use = batch["use"]
@@ -88,7 +98,8 @@ class Noisy(Line):
 
 class Record(Callback):
     def __init__(self):
-        self.rows, self.weights = [], []
+        self.rows = []
+        self.weights = []
 
     def on_step_end(self, engine, metrics):
         self.rows.append(dict(metrics))
@@ -108,17 +119,32 @@ class StopAt(Callback):
             engine.stop("the test asked for it")
 
 
-def make(task=Line, data=None, callbacks=(), *, schedule="cosine", optimizer="adamw", allow_changes=False, **training):
+def make(
+    task=Line,
+    data=None,
+    callbacks=(),
+    *,
+    schedule="cosine",
+    optimizer="adamw",
+    allow_changes=False,
+    **training,
+):
     training = dict(device="cpu", precision="fp32", max_grad_norm=NO_LIMIT, batch_size=4) | training
     config = Config(
         model=ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2),
         training=TrainingConfig(**training),
         optimization=OptimizationConfig(
-            learning_rate=0.05, warmup_steps=0, weight_decay=0.0, schedule=schedule, optimizer=optimizer
+            learning_rate=0.05,
+            warmup_steps=0,
+            weight_decay=0.0,
+            schedule=schedule,
+            optimizer=optimizer,
         ),
         checkpoint=CheckpointConfig(allow_changes=allow_changes),
     )
-    return TrainingEngine(config, task(config), data or Points(config.training.batch_size), callbacks)
+    return TrainingEngine(
+        config, task(config), data or Points(config.training.batch_size), callbacks
+    )
 
 
 def same(a, b):
@@ -137,7 +163,11 @@ def regression(**training):
     config = Config(
         training=TrainingConfig(device="cpu", precision="fp32", **training),
         optimization=OptimizationConfig(
-            learning_rate=0.05, warmup_steps=0, weight_decay=0.0, schedule="linear", min_lr_ratio=0.0
+            learning_rate=0.05,
+            warmup_steps=0,
+            weight_decay=0.0,
+            schedule="linear",
+            min_lr_ratio=0.0,
         ),
     )
     task = RegressionTask(config)
@@ -153,11 +183,15 @@ def test_reaches_the_least_squares_solution():
 
 def test_equals_a_loop_in_plain_pytorch():
     """Its own accumulation, clip, AdamW and learning rates; windows of 3 with a short tail."""
-    engine = regression(batch_size=16, gradient_accumulation_steps=3, max_epochs=2, max_grad_norm=0.5)
+    engine = regression(
+        batch_size=16, gradient_accumulation_steps=3, max_epochs=2, max_grad_norm=0.5
+    )
     engine.run()
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, fused=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.05, betas=(0.9, 0.95), weight_decay=0.0, fused=False
+    )
     step = 0
     for epoch in range(2):
         batches = list(engine.data.train_dataloader(epoch=epoch))
@@ -202,7 +236,14 @@ class KeepingLM(LanguageModelingTask):
 
 def test_one_times_eight_rows_equals_four_times_two():
     whole, parts = (
-        make(KeepingLM, Ragged(size), batch_size=size, gradient_accumulation_steps=8 // size, max_steps=1) for size in (8, 2)
+        make(
+            KeepingLM,
+            Ragged(size),
+            batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            max_steps=1,
+        )
+        for size in (8, 2)
     )
     whole.run(), parts.run()
     assert whole.state.targets == parts.state.targets == 36 and parts.state.epoch == 1
@@ -237,7 +278,13 @@ def test_clips_once_and_reports_the_norm_before():
 
     free = make(Descent, callbacks=[before := Record()], gradient_accumulation_steps=3, max_steps=1)
     free.run()
-    clipped = make(Descent, callbacks=[after := Record()], gradient_accumulation_steps=3, max_steps=1, max_grad_norm=0.25)
+    clipped = make(
+        Descent,
+        callbacks=[after := Record()],
+        gradient_accumulation_steps=3,
+        max_steps=1,
+        max_grad_norm=0.25,
+    )
     clipped.run()
     norm = torch.cat([gradient.flatten() for gradient in free.task.gradients[0]]).norm().item()
     assert norm > 0.5
@@ -247,7 +294,9 @@ def test_clips_once_and_reports_the_norm_before():
 
 
 class Waits(TorchDispatchMode):
-    """Counts the reads of a number, each of which waits for the device, and the backward passes before them."""
+    """Counts the reads of a number, each of which waits for the device, and the backward passes
+    before them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -268,12 +317,18 @@ def test_reads_numbers_once_a_step_after_the_last_backward(accumulation):
             output = super().train_step(model, batch)
             return StepOutput(output.loss_sum, torch.full((), len(batch["y"])))
 
-    engine = make(Count, RegressionTask(Config()).build_data(), gradient_accumulation_steps=accumulation, max_steps=1)
+    engine = make(
+        Count,
+        RegressionTask(Config()).build_data(),
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+    )
     engine.setup()
     window = list(engine.data.train_dataloader(epoch=0))[:accumulation]
     with Waits() as waits:
         engine._optimizer_step(window)
-    assert waits.calls == ["backward"] * accumulation + ["read"] * 3  # loss, targets and norm, one after the other
+    # loss, targets and norm, one after the other
+    assert waits.calls == ["backward"] * accumulation + ["read"] * 3
 
 
 # ---------------------------------------------------------------- half precision
@@ -293,20 +348,42 @@ class Follow(Callback):
 
     def on_step_end(self, engine, metrics):
         state = copy.deepcopy((engine.model.state_dict(), engine.optimizer.state_dict()["state"]))
-        self.rows.append((engine.state.skipped_steps, engine.scheduler.last_epoch, engine.scaler.get_scale(), state))
+        self.rows.append(
+            (
+                engine.state.skipped_steps,
+                engine.scheduler.last_epoch,
+                engine.scaler.get_scale(),
+                state,
+            )
+        )
 
 
 def test_fp16_overflow_skips_update_and_schedule_and_is_counted():
-    engine = make(Loud, callbacks=[follow := Follow()], precision="fp16", gradient_accumulation_steps=2, max_steps=25)
+    engine = make(
+        Loud,
+        callbacks=[follow := Follow()],
+        precision="fp16",
+        gradient_accumulation_steps=2,
+        max_steps=25,
+    )
     engine.run()
     assert 3 < engine.state.skipped_steps < 20
-    for (skipped, updates, scale, before), (skipped_then, updates_then, scale_then, after) in pairwise(follow.rows):
+    for (skipped, updates, scale, before), (
+        skipped_then,
+        updates_then,
+        scale_then,
+        after,
+    ) in pairwise(follow.rows):
         if skipped_then > skipped:
             assert (updates_then, scale_then) == (updates, scale / 2) and same(before, after)
         else:
             assert (updates_then, scale_then) == (updates + 1, scale) and not same(before, after)
-    assert engine.scheduler.last_epoch == 25 - engine.state.skipped_steps and len(engine.task.gradients) == 25
-    assert engine.state.batch + 6 * engine.state.epoch == 50  # the batches of a skipped step are used up
+    assert (
+        engine.scheduler.last_epoch == 25 - engine.state.skipped_steps
+        and len(engine.task.gradients) == 25
+    )
+    # the batches of a skipped step are used up
+    assert engine.state.batch + 6 * engine.state.epoch == 50
 
 
 def test_fp16_gradient_that_is_never_finite_ends_the_run():
@@ -351,23 +428,46 @@ def poisoned(where, at):
     return Poisoned
 
 
-@pytest.mark.parametrize("where,precision", [("loss", "fp32"), ("loss", "fp16"), ("gradient", "bf16"), ("auxiliary", "fp32")])
+@pytest.mark.parametrize(
+    "where,precision",
+    [("loss", "fp32"), ("loss", "fp16"), ("gradient", "bf16"), ("auxiliary", "fp32")],
+)
 def test_nan_batch_stops_before_the_update(where, precision):
     """The second micro-batch of step 5 is bad; epochs have six batches."""
     task = poisoned(where, at=10)
-    engine = make(task, callbacks=[follow := Follow()], precision=precision, gradient_accumulation_steps=2, max_steps=9)
-    with pytest.raises(FloatingPointError, match=r"not finite in step 5 \(epoch 1, batches 2 to 3\).*those of step 4.*fp32"):
+    engine = make(
+        task,
+        callbacks=[follow := Follow()],
+        precision=precision,
+        gradient_accumulation_steps=2,
+        max_steps=9,
+    )
+    with pytest.raises(
+        FloatingPointError,
+        match=r"not finite in step 5 \(epoch 1, batches 2 to 3\).*those of step 4.*fp32",
+    ):
         engine.run()
     *_, (model, optimizer) = follow.rows[-1]
-    assert same(engine.model.state_dict(), model) and same(engine.optimizer.state_dict()["state"], optimizer)
-    assert (engine.state.step, engine.state.epoch, engine.state.batch, engine.scheduler.last_epoch) == (4, 1, 2, 4)
+    assert same(engine.model.state_dict(), model) and same(
+        engine.optimizer.state_dict()["state"], optimizer
+    )
+    assert (
+        engine.state.step,
+        engine.state.epoch,
+        engine.state.batch,
+        engine.scheduler.last_epoch,
+    ) == (4, 1, 2, 4)
     assert engine.in_step  # random numbers were drawn: this is not the state after step 4
     assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 def test_step_without_targets_is_skipped_and_counted():
     data = Points(4, rows=8, masked=range(8))
-    task = type("Decay", (Line,), {"build_optimizer": lambda self, m: torch.optim.AdamW(m.parameters(), weight_decay=0.5)})
+    task = type(
+        "Decay",
+        (Line,),
+        {"build_optimizer": lambda self, m: torch.optim.AdamW(m.parameters(), weight_decay=0.5)},
+    )
     engine = make(task, data, max_steps=2)
     engine.setup()
     before = copy.deepcopy(engine.model.state_dict())
@@ -380,7 +480,10 @@ def test_step_without_targets_is_skipped_and_counted():
 def test_last_steps_without_targets_do_not_fail_a_resumed_run():
     data = Points(4)
     data.setup()
-    last = [int((data.train_dataset.columns["x"] == x).nonzero()[0, 0]) for x in list(data.train_dataloader(epoch=0))[-1]["x"]]
+    last = [
+        int((data.train_dataset.columns["x"] == x).nonzero()[0, 0])
+        for x in list(data.train_dataloader(epoch=0))[-1]["x"]
+    ]
     first = make(Line, Points(4, masked=last), [StopAt(5)], max_epochs=2)
     first.run()
     second = make(Line, Points(4, masked=last), max_epochs=2)
@@ -388,7 +491,9 @@ def test_last_steps_without_targets_do_not_fail_a_resumed_run():
     second.run()
     straight = make(Line, Points(4, masked=last), max_epochs=2)
     straight.run()
-    assert second.state == straight.state and same(second.model.state_dict(), straight.model.state_dict())
+    assert second.state == straight.state and same(
+        second.model.state_dict(), straight.model.state_dict()
+    )
 
 
 def test_data_without_batches_or_validation_targets():
@@ -409,7 +514,9 @@ def test_validation_does_not_depend_on_the_batches(batch_size):
     result = engine._run_validation_epoch()["val_loss"]
     rows = engine.data.val_dataset.columns
     with torch.no_grad():
-        wanted = nn.functional.mse_loss(engine.model(rows["x"])[rows["use"]], rows["y"][rows["use"]]).item()
+        wanted = nn.functional.mse_loss(
+            engine.model(rows["x"])[rows["use"]], rows["y"][rows["use"]]
+        ).item()
     assert result == pytest.approx(wanted, rel=1e-6)
     assert engine.model.training
 
@@ -428,7 +535,11 @@ def test_validation_comes_at_intervals_and_at_the_end_and_changes_nothing():
 
 @pytest.mark.parametrize(
     "length,wanted",
-    [(dict(max_steps=7), (7, 2, 2)), (dict(max_epochs=2), (6, 2, 0)), (dict(max_tokens=21 * 5 + 40), (4, 1, 2))],
+    [
+        (dict(max_steps=7), (7, 2, 2)),
+        (dict(max_epochs=2), (6, 2, 0)),
+        (dict(max_tokens=21 * 5 + 40), (4, 1, 2)),
+    ],
 )
 def test_all_three_lengths(length, wanted):
     """21 rows of 5 tokens, 6 batches, 3 steps an epoch; 40 tokens are 8 rows, one step."""
@@ -440,20 +551,35 @@ def test_all_three_lengths(length, wanted):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.integers(1, 400))
-def test_planned_steps_equal_those_of_a_simulated_run(rows, batch_size, accumulation, world_size, length, tokens):
+@given(
+    st.integers(1, 40),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 7),
+    st.integers(1, 400),
+)
+def test_planned_steps_equal_those_of_a_simulated_run(
+    rows, batch_size, accumulation, world_size, length, tokens
+):
     def simulate(*, epochs=math.inf, tokens=math.inf):
         steps = epoch = read = 0
         while epoch < epochs and read < tokens:
             left = rows
             while left and read < tokens:
                 taken = min(left, batch_size * accumulation * world_size)
-                left, read, steps = left - taken, read + taken * length, steps + 1
+                left = left - taken
+                read = read + taken * length
+                steps = steps + 1
             epoch += 1
         return steps
 
     def planned(**run_length):
-        config = Config(training=TrainingConfig(batch_size=batch_size, gradient_accumulation_steps=accumulation, **run_length))
+        config = Config(
+            training=TrainingConfig(
+                batch_size=batch_size, gradient_accumulation_steps=accumulation, **run_length
+            )
+        )
         config.data.sequence_length = length
         return planned_steps(config, num_items=rows, world_size=world_size)
 
@@ -469,7 +595,9 @@ def test_a_run_in_epochs_needs_to_know_the_rows():
             self.rows_of_training = self.__dict__.pop("train_dataset")
 
         def train_dataloader(self, *, epoch, position=0, rank=0, world_size=1):
-            return [self.rows_of_training.__getitems__([i, i + 1]) for i in range(0, 20, 2)][position:]
+            return [self.rows_of_training.__getitems__([i, i + 1]) for i in range(0, 20, 2)][
+                position:
+            ]
 
     with pytest.raises(ValueError, match="Stream has no train_dataset, so give training.max_steps"):
         make(data=Stream(), max_epochs=1).run()
@@ -487,11 +615,20 @@ def test_a_run_in_epochs_needs_to_know_the_rows():
         (lambda loss, count: loss, "this is Tensor"),
         (lambda loss, count: (loss, count), "this is tuple"),
         (lambda loss, count: None, "this is NoneType"),
-        (lambda loss, count: StepOutput(loss * torch.ones(2), count), "loss_sum is to be one number"),
+        (
+            lambda loss, count: StepOutput(loss * torch.ones(2), count),
+            "loss_sum is to be one number",
+        ),
         (lambda loss, count: StepOutput(loss.item(), count), "loss_sum is to be one number"),
         (lambda loss, count: StepOutput(loss.detach(), count), "loss_sum has no gradient"),
-        (lambda loss, count: StepOutput(loss, count.float()), "num_targets is to be one whole number"),
-        (lambda loss, count: StepOutput(loss, count.repeat(2)), "num_targets is to be one whole number"),
+        (
+            lambda loss, count: StepOutput(loss, count.float()),
+            "num_targets is to be one whole number",
+        ),
+        (
+            lambda loss, count: StepOutput(loss, count.repeat(2)),
+            "num_targets is to be one whole number",
+        ),
         (lambda loss, count: StepOutput(loss, None), "num_targets is to be one whole number"),
     ],
 )
@@ -500,7 +637,9 @@ def test_task_that_returns_nonsense(change, message):
         def train_step(self, model, batch):
             return change(*super().train_step(model, batch)[:2])
 
-    with pytest.raises(ValueError, match=f"Nonsense.train_step must return StepOutput.*: {message}"):
+    with pytest.raises(
+        ValueError, match=f"Nonsense.train_step must return StepOutput.*: {message}"
+    ):
         make(Nonsense, max_steps=1).run()
 
 
@@ -509,7 +648,9 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 class Diary(Callback):
     def __init__(self, name, lines, fail=()):
-        self.name, self.lines, self.fail = name, lines, fail
+        self.name = name
+        self.lines = lines
+        self.fail = fail
 
 
 def _hook(name):
@@ -527,11 +668,32 @@ for _name in HOOKS:
 
 def test_hooks_come_in_list_order():
     lines = []
-    make(callbacks=[Diary("a", lines), Diary("b", lines)], gradient_accumulation_steps=3, max_epochs=2, eval_interval=3).run()
-    assert lines[::2] == [("a", name) for _, name in lines[1::2]] and {name for name, _ in lines[1::2]} == {"b"}
-    step, validation = ["on_step_end"], ["on_validation_start", "on_validation_end"]
-    first, second = ["on_epoch_start", *step, *step, "on_epoch_end"], ["on_epoch_start", *validation, *step, *validation, *step]
-    assert [name for _, name in lines[::2]] == ["on_train_start", *first, *second, "on_epoch_end", "on_train_end"]
+    make(
+        callbacks=[Diary("a", lines), Diary("b", lines)],
+        gradient_accumulation_steps=3,
+        max_epochs=2,
+        eval_interval=3,
+    ).run()
+    assert lines[::2] == [("a", name) for _, name in lines[1::2]] and {
+        name for name, _ in lines[1::2]
+    } == {"b"}
+    step = ["on_step_end"]
+    validation = ["on_validation_start", "on_validation_end"]
+    first = ["on_epoch_start", *step, *step, "on_epoch_end"]
+    second = [
+        "on_epoch_start",
+        *validation,
+        *step,
+        *validation,
+        *step,
+    ]
+    assert [name for _, name in lines[::2]] == [
+        "on_train_start",
+        *first,
+        *second,
+        "on_epoch_end",
+        "on_train_end",
+    ]
 
 
 @pytest.mark.parametrize("hook", [name for name in HOOKS if name != "on_exception"])
@@ -570,7 +732,10 @@ def test_errors_while_failing_do_not_hide_the_first():
     callbacks = [Diary("a", lines, fail=("on_step_end", "on_exception")), Diary("b", lines)]
     with pytest.raises(OSError) as caught:
         make(callbacks=callbacks, max_steps=2).run()
-    assert caught.value.__notes__ == ["raised by Diary.on_step_end", "and Diary.on_exception raised OSError('a failed')"]
+    assert caught.value.__notes__ == [
+        "raised by Diary.on_step_end",
+        "and Diary.on_exception raised OSError('a failed')",
+    ]
     assert lines[-1] == ("b", "on_exception")
 
 
@@ -605,7 +770,9 @@ def test_callbacks_state_is_kept_by_name_and_newcomers_are_left_alone():
 class FailsAt(Rows):
     def __init__(self, columns, how):
         super().__init__(columns)
-        self.how, self.parent, self.calls = how, os.getpid(), 0
+        self.how = how
+        self.parent = os.getpid()
+        self.calls = 0
 
     def __getitems__(self, indices):
         self.calls += 1
@@ -676,9 +843,11 @@ def test_resume_is_exact_at_every_step(case, monkeypatch):
         torch.manual_seed(999)
         second, after = run(state=state, **CASES[case])
         assert before.losses + after.losses == wanted.losses
-        assert repr(before.rows + after.rows) == repr(wanted.rows)  # a norm may be NaN, which equals nothing
+        # a norm may be NaN, which equals nothing
+        assert repr(before.rows + after.rows) == repr(wanted.rows)
         assert same(before.weights + after.weights, wanted.weights)
-        ours, theirs = second.state_dict(), straight.state_dict()
+        ours = second.state_dict()
+        theirs = straight.state_dict()
         assert [name for name in ours if not same(ours[name], theirs[name])] == []
 
 
@@ -694,7 +863,9 @@ def test_a_position_behind_the_data_is_refused():
     state["state"]["batch"] = 100  # 21 rows are 6 batches
     engine = make(max_steps=9)
     engine.setup(state)
-    with pytest.raises(ValueError, match="epoch 0 has no batch 100, where it is to begin: give more text"):
+    with pytest.raises(
+        ValueError, match="epoch 0 has no batch 100, where it is to begin: give more text"
+    ):
         engine.run()
 
 
@@ -707,14 +878,22 @@ def test_the_seed_is_that_of_all_libraries():
 
 
 def test_what_is_forgotten_shows_at_its_step():
-    """The position and the random numbers in the first loss after the resume, what acts in the update in the second."""
+    """The position and the random numbers in the first loss after the resume, what acts in the
+    update in the second.
+    """
     _, wanted = run()
     first, _ = run(5)
     saved = copy.deepcopy(first.state_dict())
 
     def first_difference(part):
         torch.manual_seed(999)
-        engine = make(Noisy, callbacks=[record := Record()], gradient_accumulation_steps=2, max_steps=9, eval_interval=2)
+        engine = make(
+            Noisy,
+            callbacks=[record := Record()],
+            gradient_accumulation_steps=2,
+            max_steps=9,
+            eval_interval=2,
+        )
         engine.setup()
         fresh = copy.deepcopy(engine.state_dict())
         change = {"nothing": {}, "position": {"state": saved["state"] | {"batch": 0}}}
@@ -750,7 +929,8 @@ def test_optimizer_keeps_its_moments_and_takes_the_configured_rate():
     engine.setup(copy.deepcopy(state))
     assert {group["lr"] for group in engine.optimizer.param_groups} == {0.01}
     assert same(engine.optimizer.state_dict()["state"], state["optimizer"]["state"])
-    assert engine.metrics == first.metrics != {}  # the newest validation, should the run end before the next
+    # the newest validation, should the run end before the next
+    assert engine.metrics == first.metrics != {}
 
 
 def test_interrupt_inside_a_step_is_not_a_state_to_save():
@@ -770,7 +950,11 @@ def test_interrupt_inside_a_step_is_not_a_state_to_save():
 def test_stop_ends_after_the_step():
     engine = make(callbacks=[StopAt(4)], max_steps=9)
     engine.run()
-    assert (engine.state.step, engine.stop_reason, engine.done) == (4, "the test asked for it", True)
+    assert (engine.state.step, engine.stop_reason, engine.done) == (
+        4,
+        "the test asked for it",
+        True,
+    )
 
 
 def test_a_run_that_was_broken_off_inside_a_step_is_not_run_again():
@@ -805,7 +989,11 @@ def test_a_loader_that_is_shorter_than_it_says_is_refused():
     class Short(Points):
         def train_dataloader(self, **place):
             loader = super().train_dataloader(**place)
-            return type("Loader", (), {"__len__": lambda self: len(loader) + 1, "__iter__": lambda self: iter(loader)})()
+            return type(
+                "Loader",
+                (),
+                {"__len__": lambda self: len(loader) + 1, "__iter__": lambda self: iter(loader)},
+            )()
 
     with pytest.raises(ValueError, match="the loader of epoch 0 ended after 6 of 7 batches"):
         make(data=Short(), max_steps=20).run()
@@ -829,23 +1017,30 @@ def test_stop_asked_at_the_start_ends_before_the_first_step():
 # ---------------------------------------------------------------- compile
 
 
-@pytest.mark.parametrize("rows,val_rows", [(21, 9), (22, 6), (5, 3)], ids=["last of 1", "last of 2", "first of 1"])
+@pytest.mark.parametrize(
+    "rows,val_rows", [(21, 9), (22, 6), (5, 3)], ids=["last of 1", "last of 2", "first of 1"]
+)
 def test_at_most_two_graphs(rows, val_rows, monkeypatch):
     graphs = []
 
     def counting(graph, inputs):
-        graphs.append([tuple(tensor.shape) for tensor in inputs if isinstance(tensor, torch.Tensor)])
+        graphs.append(
+            [tuple(tensor.shape) for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        )
         return graph
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     torch._dynamo.reset()
-    compiled = make(data=Points(4, rows=rows, val_rows=val_rows), max_epochs=2, compile=True, eval_interval=3)
+    compiled = make(
+        data=Points(4, rows=rows, val_rows=val_rows), max_epochs=2, compile=True, eval_interval=3
+    )
     compiled.run()
     assert len(graphs) == 2, graphs
     eager = make(data=Points(4, rows=rows, val_rows=val_rows), max_epochs=2, eval_interval=3)
     eager.run()
     assert_close(compiled.model.state_dict(), eager.model.state_dict())
-    assert compiled.state_dict()["model"].keys() == eager.state_dict()["model"].keys()  # free of _orig_mod.
+    # free of _orig_mod.
+    assert compiled.state_dict()["model"].keys() == eager.state_dict()["model"].keys()
 
 
 class Bigrams(nn.Module):
@@ -856,7 +1051,9 @@ class Bigrams(nn.Module):
         self.table = nn.Embedding(vocab_size, vocab_size)
 
     def forward(self, input_ids, labels):
-        return nn.functional.cross_entropy(self.table(input_ids).flatten(0, 1), labels.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.table(input_ids).flatten(0, 1), labels.flatten(), reduction="sum"
+        )
 
 
 class BigramTask(TrainingTask):
@@ -868,11 +1065,19 @@ class BigramTask(TrainingTask):
 
 
 def test_at_most_two_graphs_whatever_the_strides(monkeypatch):
-    """The labels of the course's data are views; in a batch of one row their strides are others, and would make a graph."""
+    """The labels of the course's data are views; in a batch of one row their strides are others,
+    and would make a graph.
+    """
     graphs = []
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        partial(torch.compile, backend=lambda graph, inputs: graphs.append(graph) or graph),
+    )
     torch._dynamo.reset()
-    data = SyntheticDataModule("copy", num_symbols=4, length=3, num_examples=20, val_fraction=0.35, batch_size=4)
+    data = SyntheticDataModule(
+        "copy", num_symbols=4, length=3, num_examples=20, val_fraction=0.35, batch_size=4
+    )
     engine = make(BigramTask, data, max_epochs=2, compile=True, eval_interval=2)
     engine.run()
     assert [len(batch["labels"]) for batch in data.train_dataloader(epoch=0)] == [4, 4, 4, 1]

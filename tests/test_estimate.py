@@ -1,4 +1,6 @@
-"""Estimates against what exists: built models, PyTorch's counter, the memory that is really held, Hugging Face's sizes."""
+"""Estimates against what exists: built models, PyTorch's counter, the memory that is really held,
+Hugging Face's sizes.
+"""
 
 import itertools
 import os
@@ -19,7 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from llm_course.model.attention import _BF16_CPU
 from llm_course.model.cross_entropy import linear_cross_entropy
 from llm_course.model.decoder import DecoderModel, ModelConfig
-from llm_course.model.estimate import check_device, count_parameters, flops_per_token, kv_cache_bytes, training_memory
+from llm_course.model.estimate import (
+    check_device,
+    count_parameters,
+    flops_per_token,
+    kv_cache_bytes,
+    training_memory,
+)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SMALL = dict(vocab_size=101, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96,
@@ -36,21 +44,40 @@ def test_parameters_of_any_configuration(data):
     draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     use_moe = draw(False, True)
     config = ModelConfig(
-        vocab_size=draw(1, 17), hidden_size=draw(8, 24), num_layers=draw(1, 3), num_heads=4, num_kv_heads=draw(None, 1, 2),
-        head_dim=draw(None, 6), intermediate_size=draw(None, 7), max_position_embeddings=draw(5, 9),
-        position_type=draw("rope", "learned", "sinusoidal", "none"), norm_type=draw("rmsnorm", "layernorm"),
-        norm_position=draw("pre", "post", "sandwich"), attention_bias=draw(False, True),
-        attention_out_bias=draw(None, False, True), qk_norm=draw(False, True), use_glu=draw(False, True),
-        mlp_bias=draw(False, True) and not use_moe, use_moe=use_moe, num_experts=draw(2, 5), top_k=draw(1, 2),
-        shared_expert_intermediate_size=draw(None, 3) if use_moe else None, num_mtp_layers=draw(0, 1, 2),
+        vocab_size=draw(1, 17),
+        hidden_size=draw(8, 24),
+        num_layers=draw(1, 3),
+        num_heads=4,
+        num_kv_heads=draw(None, 1, 2),
+        head_dim=draw(None, 6),
+        intermediate_size=draw(None, 7),
+        max_position_embeddings=draw(5, 9),
+        position_type=draw("rope", "learned", "sinusoidal", "none"),
+        norm_type=draw("rmsnorm", "layernorm"),
+        norm_position=draw("pre", "post", "sandwich"),
+        attention_bias=draw(False, True),
+        attention_out_bias=draw(None, False, True),
+        qk_norm=draw(False, True),
+        use_glu=draw(False, True),
+        mlp_bias=draw(False, True) and not use_moe,
+        use_moe=use_moe,
+        num_experts=draw(2, 5),
+        top_k=draw(1, 2),
+        shared_expert_intermediate_size=draw(None, 3) if use_moe else None,
+        num_mtp_layers=draw(0, 1, 2),
         tie_word_embeddings=draw(False, True),
-    )  # fmt: skip
-    model, count = DecoderModel(config), count_parameters(config)
+    )
+    model = DecoderModel(config)
+    count = count_parameters(config)
     assert count.total == model.num_parameters()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    tables = sum(size for name, size in sizes.items() if name.startswith(("embedding.", "lm_head.")))
+    tables = sum(
+        size for name, size in sizes.items() if name.startswith(("embedding.", "lm_head."))
+    )
     assert count.without_embedding == count.total - tables
-    idle = sum(size for name, size in sizes.items() if ".experts." in name) * (config.num_experts - config.top_k)
+    idle = sum(size for name, size in sizes.items() if ".experts." in name) * (
+        config.num_experts - config.top_k
+    )
     mtp = sum(size for name, size in sizes.items() if name.startswith("mtp."))
     assert count.active == count.total - mtp - (idle // config.num_experts if use_moe else 0)
 
@@ -67,36 +94,81 @@ def test_parameters_of_hugging_face_models():
         Qwen3MoeForCausalLM,
     )
 
-    llama = dict(hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-    qwen = dict(vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-                head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-                tie_word_embeddings=False)  # fmt: skip
+    llama = dict(
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    qwen = dict(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    )
     theirs = {
-        GPT2LMHeadModel: GPT2Config(), LlamaForCausalLM: LlamaConfig(vocab_size=128_256, **llama),
-        MixtralForCausalLM: MixtralConfig(**llama), Qwen3MoeForCausalLM: Qwen3MoeConfig(**qwen),
-    }  # fmt: skip
+        GPT2LMHeadModel: GPT2Config(),
+        LlamaForCausalLM: LlamaConfig(vocab_size=128_256, **llama),
+        MixtralForCausalLM: MixtralConfig(**llama),
+        Qwen3MoeForCausalLM: Qwen3MoeConfig(**qwen),
+    }
     common = dict(num_heads=32, num_kv_heads=8, tie_word_embeddings=False)
     llama = dict(hidden_size=4096, num_layers=32, intermediate_size=14_336, **common)
-    gpt2 = dict(norm_type="layernorm", use_glu=False, position_type="learned", attention_bias=True, mlp_bias=True)
+    gpt2 = dict(
+        norm_type="layernorm",
+        use_glu=False,
+        position_type="learned",
+        attention_bias=True,
+        mlp_bias=True,
+    )
     ours = [
-        ModelConfig(vocab_size=50_257, hidden_size=768, num_layers=12, num_heads=12, max_position_embeddings=1024, **gpt2),
+        ModelConfig(
+            vocab_size=50_257,
+            hidden_size=768,
+            num_layers=12,
+            num_heads=12,
+            max_position_embeddings=1024,
+            **gpt2,
+        ),
         ModelConfig(vocab_size=128_256, **llama),
         ModelConfig(vocab_size=32_000, use_moe=True, num_experts=8, **llama),
-        ModelConfig(vocab_size=151_936, hidden_size=2048, num_layers=48, head_dim=128, intermediate_size=768, use_moe=True,
-                    num_experts=128, top_k=8, qk_norm=True, **common | dict(num_kv_heads=4)),
-    ]  # fmt: skip
+        ModelConfig(
+            vocab_size=151_936,
+            hidden_size=2048,
+            num_layers=48,
+            head_dim=128,
+            intermediate_size=768,
+            use_moe=True,
+            num_experts=128,
+            top_k=8,
+            qk_norm=True,
+            **common | dict(num_kv_heads=4),
+        ),
+    ]
     for config, (build, reference) in zip(ours, theirs.items(), strict=True):
         with torch.device("meta"):
             model = build(reference)
-        assert count_parameters(config).total == sum(p.numel() for p in model.parameters()), build.__name__
+        assert count_parameters(config).total == sum(p.numel() for p in model.parameters()), (
+            build.__name__
+        )
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
 def counted(config, training, B=2, T=40):
-    """What PyTorch's counter sees of one token, with attention and experts written as products that it knows."""
-    model, ids = DecoderModel(config), torch.randint(config.vocab_size, (B, T))
+    """What PyTorch's counter sees of one token, with attention and experts written as products that
+    it knows.
+    """
+    model = DecoderModel(config)
+    ids = torch.randint(config.vocab_size, (B, T))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         out = model(ids, labels=ids if training else None)
         if training:
@@ -107,11 +179,22 @@ def counted(config, training, B=2, T=40):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(norm_type="layernorm", use_glu=False, position_type="learned", attention_bias=True, mlp_bias=True),
-        dict(norm_position="sandwich", qk_norm=True, head_dim=24), dict(norm_position="post", tie_word_embeddings=False),
-        dict(sliding_window=8), dict(attn_logit_softcapping=30.0), dict(num_mtp_layers=2), dict(num_kv_heads=1, num_layers=1),
+        {},
+        dict(
+            norm_type="layernorm",
+            use_glu=False,
+            position_type="learned",
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        dict(norm_position="sandwich", qk_norm=True, head_dim=24),
+        dict(norm_position="post", tie_word_embeddings=False),
+        dict(sliding_window=8),
+        dict(attn_logit_softcapping=30.0),
+        dict(num_mtp_layers=2),
+        dict(num_kv_heads=1, num_layers=1),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("T", [1, 40])
 def test_arithmetic_is_what_pytorch_counts(options, T):
     config = ModelConfig(**(SMALL | options))
@@ -121,9 +204,14 @@ def test_arithmetic_is_what_pytorch_counts(options, T):
 
 
 def test_arithmetic_of_experts():
-    for options in (EXPERTS, EXPERTS | dict(use_glu=False, top_k=1), EXPERTS | dict(shared_expert_intermediate_size=40)):
+    for options in (
+        EXPERTS,
+        EXPERTS | dict(use_glu=False, top_k=1),
+        EXPERTS | dict(shared_expert_intermediate_size=40),
+    ):
         config = ModelConfig(**SMALL, **options)
-        ours = flops_per_token(config, 40)  # without the sum of the k answers, which some versions write as a product
+        # without the sum of the k answers, which some versions write as a product
+        ours = flops_per_token(config, 40)
         assert counted(config, training=False) == pytest.approx(ours.forward, rel=5e-3)
         assert counted(config, training=True) == pytest.approx(ours.training, rel=5e-3)
     all_chosen = flops_per_token(ModelConfig(**SMALL, **EXPERTS | dict(top_k=4)), 40)
@@ -134,11 +222,17 @@ def test_arithmetic_of_experts():
 @settings(max_examples=40, deadline=None)
 @given(T=st.integers(1, 12), window=st.one_of(st.none(), st.integers(1, 14)))
 def test_visible_pairs(T, window):
-    config = ModelConfig(vocab_size=5, hidden_size=8, num_layers=2, num_heads=2, max_position_embeddings=12)
+    config = ModelConfig(
+        vocab_size=5, hidden_size=8, num_layers=2, num_heads=2, max_position_embeddings=12
+    )
     if window:
-        config = replace(config, sliding_window=window, layer_types=["full_attention", "sliding_attention"])
+        config = replace(
+            config, sliding_window=window, layer_types=["full_attention", "sliding_attention"]
+        )
     pairs = [sum(0 <= q - k < w for q in range(T) for k in range(T)) for w in (T, window or T)]
-    assert flops_per_token(config, T, visible_only=True).scores == pytest.approx(4 * 8 * sum(pairs) / T)
+    assert flops_per_token(config, T, visible_only=True).scores == pytest.approx(
+        4 * 8 * sum(pairs) / T
+    )
     assert flops_per_token(config, T).scores == 4 * 8 * 2 * T
 
 
@@ -150,11 +244,16 @@ class MemoryMeter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.known, self.live, self.peak = set(), 0, 0
+        self.known = set()
+        self.live = 0
+        self.peak = 0
 
     def meet(self, tensors, new):
-        for storage in [t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)]:
-            key, size = storage._cdata, storage.nbytes() if new else 0
+        for storage in [
+            t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)
+        ]:
+            key = storage._cdata
+            size = storage.nbytes() if new else 0
             if key not in self.known:
                 self.known.add(key)
                 self.live += size
@@ -173,9 +272,12 @@ class MemoryMeter(TorchDispatchMode):
 
 
 def held(config, *, mixed, checkpointing, B=4, T=48):
-    """Bytes alive after the forward pass, and at the worst moment of forward and backward; without the parameters."""
+    """Bytes alive after the forward pass, and at the worst moment of forward and backward; without
+    the parameters.
+    """
     torch.manual_seed(0)
-    model, ids = DecoderModel(config), torch.randint(config.vocab_size, (B, T))
+    model = DecoderModel(config)
+    ids = torch.randint(config.vocab_size, (B, T))
     model.activation_checkpointing = checkpointing
     with MemoryMeter() as meter:
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -189,40 +291,60 @@ def held(config, *, mixed, checkpointing, B=4, T=48):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(norm_type="layernorm", use_glu=False, position_type="learned", attention_bias=True, mlp_bias=True),
-        dict(qk_norm=True, norm_position="sandwich", head_dim=24), dict(norm_position="post", activation="relu"),
-        dict(sliding_window=8), dict(attn_logit_softcapping=5.0), EXPERTS | dict(shared_expert_intermediate_size=40),
+        {},
+        dict(
+            norm_type="layernorm",
+            use_glu=False,
+            position_type="learned",
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        dict(qk_norm=True, norm_position="sandwich", head_dim=24),
+        dict(norm_position="post", activation="relu"),
+        dict(sliding_window=8),
+        dict(attn_logit_softcapping=5.0),
+        EXPERTS | dict(shared_expert_intermediate_size=40),
         dict(num_mtp_layers=2, tie_word_embeddings=False),
     ],
-)  # fmt: skip
+)
 def test_what_is_held_between_forward_and_backward(options, mixed):
     config = ModelConfig(**(SMALL | options))
     memory = training_memory(config, 4, 48, mixed_precision=mixed, on_bf16_cpu=_BF16_CPU)
     count = count_parameters(config)
-    width, heads = 2 if mixed else 4, 1 + config.num_mtp_layers
-    mlp = 3 * 2 * 64 * 40 if config.use_moe else count.mlp  # of two shared experts; the others are converted one by one
+    width = 2 if mixed else 4
+    heads = 1 + config.num_mtp_layers
+    # of two shared experts; the others are converted one by one
+    mlp = 3 * 2 * 64 * 40 if config.use_moe else count.mlp
     copies = 2 * (count.attention + mlp + count.mtp) if mixed else 0
     assert memory.weights == 4 * count.total + copies + mixed * 2 * 101 * 64
     estimate = memory.activations + copies + heads * width * (4 * 48 + 101) * 64
     assert estimate == pytest.approx(held(config, mixed=mixed, checkpointing=False)[0], rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{}, dict(norm_type="layernorm", use_glu=False), dict(hidden_size=32, num_layers=6)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(norm_type="layernorm", use_glu=False), dict(hidden_size=32, num_layers=6)]
+)
 def test_worst_moment_of_a_step(options):
     config = ModelConfig(**(SMALL | options))
     for checkpointing in (False, True):
         memory = training_memory(config, 8, 64, activation_checkpointing=checkpointing)
         peak = held(config, mixed=False, checkpointing=checkpointing, B=8, T=64)[1]
-        # gradients are made while activations go, and an operation holds its inputs and its result at once
+        # gradients are made while activations go, and an operation holds its inputs and its result
+        # at once
         assert 0.8 * peak < memory.activations + memory.loss < 1.2 * peak + memory.gradients
 
 
 def test_checkpointed_blocks_keep_their_inputs_only():
     config = ModelConfig(**SMALL | dict(num_layers=6))
-    N, after = 4 * 48, held(config, mixed=False, checkpointing=True)[0]
-    inputs = 4 * N * 64 * (6 + 3)  # of six blocks, of the last norm with what it keeps, and the loss's gradient
+    N = 4 * 48
+    after = held(config, mixed=False, checkpointing=True)[0]
+    # of six blocks, of the last norm with what it keeps, and the loss's gradient
+    inputs = 4 * N * 64 * (6 + 3)
     assert after == pytest.approx(inputs + 4 * 101 * 64, rel=0.1)
-    memory = [training_memory(config, 4, 48, activation_checkpointing=on).activations for on in (False, True)]
+    memory = [
+        training_memory(config, 4, 48, activation_checkpointing=on).activations
+        for on in (False, True)
+    ]
     assert memory[1] < memory[0] / 3
 
 
@@ -235,13 +357,17 @@ def test_parts_of_a_step():
     assert twice[:3] == memory[:3] and twice.activations == 2 * memory.activations
     chunks = [training_memory(config, 64, 64, chunk_size=n).loss for n in (100, 200)]
     assert chunks[1] - chunks[0] == 100 * 101 * 4
-    assert training_memory(config, 4, 48, mixed_precision=True).total < memory.total + 2 * P + 101 * 64 * 2
+    assert (
+        training_memory(config, 4, 48, mixed_precision=True).total
+        < memory.total + 2 * P + 101 * 64 * 2
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_loss_holds_what_is_said(mixed, softcap):
-    hidden, weight = torch.randn(2048, 256, requires_grad=True), torch.randn(1024, 256, requires_grad=True)
+    hidden = torch.randn(2048, 256, requires_grad=True)
+    weight = torch.randn(1024, 256, requires_grad=True)
     with MemoryMeter() as meter, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         linear_cross_entropy(hidden, weight, torch.randint(1024, (2048,)), softcap=softcap)
     sizes = dict(vocab_size=1024, hidden_size=256, num_heads=4, max_position_embeddings=2048)
@@ -256,14 +382,18 @@ def test_cache():
     llama = ModelConfig(**sizes, max_position_embeddings=8192)
     assert kv_cache_bytes(llama, 1) == 131_072 and kv_cache_bytes(llama, 8192) == 2**30
     assert kv_cache_bytes(llama, 5, bytes_per_number=4) == 10 * kv_cache_bytes(llama, 1)
-    mixed = replace(llama, sliding_window=100, layer_types=["full_attention", "sliding_attention"] * 16)
+    mixed = replace(
+        llama, sliding_window=100, layer_types=["full_attention", "sliding_attention"] * 16
+    )
     assert kv_cache_bytes(mixed, 50) == kv_cache_bytes(llama, 50)
     assert kv_cache_bytes(mixed, 1000) == 16 * 4096 * (1000 + 100)
 
 
 def test_numpys_sizes_are_sizes():
     config = ModelConfig(**SMALL)
-    assert training_memory(config, np.int32(2**20), np.int32(48)) == training_memory(config, 2**20, 48)
+    assert training_memory(config, np.int32(2**20), np.int32(48)) == training_memory(
+        config, 2**20, 48
+    )
 
 
 # ---------------------------------------------------------------- the device
@@ -272,17 +402,33 @@ def test_numpys_sizes_are_sizes():
 @pytest.mark.parametrize(
     "options",
     [
-        {}, dict(norm_type="layernorm", use_glu=False, position_type="learned", attention_bias=True, mlp_bias=True),
-        EXPERTS, dict(num_mtp_layers=1), dict(dropout=0.5, sliding_window=8),
+        {},
+        dict(
+            norm_type="layernorm",
+            use_glu=False,
+            position_type="learned",
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        EXPERTS,
+        dict(num_mtp_layers=1),
+        dict(dropout=0.5, sliding_window=8),
     ],
-)  # fmt: skip
+)
 def test_the_cpu_agrees_with_itself(options):
     torch.manual_seed(7)
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        differences = check_device("cpu", config=ModelConfig(**(SMALL | options)), batch_size=2, sequence_length=32)
-    assert {"logits", "loss", "gradient of layers.0.self_attn.q_proj.weight", "step of norm.weight"} <= set(differences)
+        differences = check_device(
+            "cpu", config=ModelConfig(**(SMALL | options)), batch_size=2, sequence_length=32
+        )
+    assert {
+        "logits",
+        "loss",
+        "gradient of layers.0.self_attn.q_proj.weight",
+        "step of norm.weight",
+    } <= set(differences)
     assert max(differences.values()) == 0
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -291,10 +437,17 @@ def test_the_default_model_reads_as_long_a_text_as_is_asked():
     assert max(check_device("cpu", batch_size=1, sequence_length=300).values()) == 0
 
 
-@pytest.mark.parametrize("options", [{}, dict(norm_type="layernorm", position_type="learned", attention_bias=True)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(norm_type="layernorm", position_type="learned", attention_bias=True)]
+)
 def test_rounding_is_no_fault(options):
-    """Another order of summation, also where a gradient is nothing but rounding: without RoPE, that of the keys' bias."""
-    rough, calls, good = torch.nn.functional.linear, itertools.count(), 2 * 2 * 7 + 1  # two passes, and one for the logits
+    """Another order of summation, also where a gradient is nothing but rounding: without RoPE, that
+    of the keys' bias.
+    """
+    # two passes, and one for the logits
+    rough = torch.nn.functional.linear
+    calls = itertools.count()
+    good = 2 * 2 * 7 + 1
 
     def other_order(x, weight, bias=None):
         if next(calls) < good:
@@ -311,17 +464,28 @@ def test_rounding_is_no_fault(options):
 def second_time(function, wrong):
     """`function` for the reference; for what follows `wrong` of its result."""
     calls = itertools.count()
-    return lambda *args, **options: (lambda good: good if next(calls) < 4 else wrong(good))(function(*args, **options))
+    return lambda *args, **options: (lambda good: good if next(calls) < 4 else wrong(good))(
+        function(*args, **options)
+    )
 
 
 @pytest.mark.parametrize(
     "wrong, share",
-    [(lambda x: x * 1.01, 2e-3), (lambda x: x.roll(1, dims=-1), 0.1), (lambda x: x * torch.nan, float("inf"))],
+    [
+        (lambda x: x * 1.01, 2e-3),
+        (lambda x: x.roll(1, dims=-1), 0.1),
+        (lambda x: x * torch.nan, float("inf")),
+    ],
 )
 def test_a_broken_operation_is_found(monkeypatch, wrong, share):
     attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", second_time(attention, wrong))
-    with pytest.warns(RuntimeWarning, match=r"cpu does not compute what the CPU computes: .* differs by .*tolerance 1e-03"):
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", second_time(attention, wrong)
+    )
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"cpu does not compute what the CPU computes: .* differs by .*tolerance 1e-03",
+    ):
         differences = check_device("cpu")
     assert max(differences.values()) >= share
 
@@ -332,46 +496,73 @@ def test_a_broken_backward_alone_is_found(monkeypatch):
         backward = staticmethod(lambda ctx, d: d * 1.1)
 
     attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", second_time(attention, Wrong.apply))
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", second_time(attention, Wrong.apply)
+    )
     with pytest.warns(RuntimeWarning, match="gradient of "):
         differences = check_device("cpu")
     assert differences["loss"] == differences["logits"] == 0
 
 
 def test_a_broken_optimizer_is_found(monkeypatch):
-    step, calls = torch.optim.AdamW.step, itertools.count()
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: step(self) if next(calls) < 2 else None)  # rows, columns
+    step = torch.optim.AdamW.step
+    calls = itertools.count()
+    # rows, columns
+    monkeypatch.setattr(
+        torch.optim.AdamW, "step", lambda self: step(self) if next(calls) < 2 else None
+    )
     with pytest.warns(RuntimeWarning, match="step of "):
         differences = check_device("cpu")
-    assert all(name.startswith("step of ") for name, difference in differences.items() if difference)
+    assert all(
+        name.startswith("step of ") for name, difference in differences.items() if difference
+    )
 
 
 @pytest.mark.parametrize("operation", ["addcdiv_", "addcmul_"])
 def test_writes_that_are_lost_in_a_transposed_matrix_are_found(monkeypatch, operation):
-    good, calls, reference = getattr(torch.Tensor, operation), itertools.count(), 15  # matrices of the default model
+    # matrices of the default model
+    good = getattr(torch.Tensor, operation)
+    calls = itertools.count()
+    reference = 15
 
     def loses(self, *args, **options):
-        return self if not self.is_contiguous() and next(calls) >= reference else good(self, *args, **options)
+        return (
+            self
+            if not self.is_contiguous() and next(calls) >= reference
+            else good(self, *args, **options)
+        )
 
     monkeypatch.setattr(torch.Tensor, operation, loses)
     with pytest.warns(RuntimeWarning, match="stored by columns"):
         differences = check_device("cpu")
     assert len([name for name in differences if name.endswith("stored by columns")]) == reference
-    assert all(name.endswith("stored by columns") for name, difference in differences.items() if difference)
+    assert all(
+        name.endswith("stored by columns") for name, difference in differences.items() if difference
+    )
 
 
 def test_tolerance_decides(monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", second_time(attention, lambda x: x * 1.01))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        second_time(attention, lambda x: x * 1.01),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         check_device("cpu", tolerance=0.5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator")
-@pytest.mark.parametrize("options", [{}, dict(norm_type="layernorm", use_glu=False, attention_bias=True)])
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator"
+)
+@pytest.mark.parametrize(
+    "options", [{}, dict(norm_type="layernorm", use_glu=False, attention_bias=True)]
+)
 def test_the_accelerator_agrees(options):
-    differences = check_device("cuda" if torch.cuda.is_available() else "mps", config=ModelConfig(**(SMALL | options)))
+    differences = check_device(
+        "cuda" if torch.cuda.is_available() else "mps", config=ModelConfig(**(SMALL | options))
+    )
     assert max(differences.values()) < 1e-3
 
 
@@ -383,21 +574,39 @@ def test_the_accelerator_agrees(options):
     [
         (lambda c: count_parameters(replace(c, vocab_size=None)), "vocab_size=None"),
         (lambda c: flops_per_token(replace(c, vocab_size=None), 8), "vocab_size=None"),
-        (lambda c: flops_per_token(c, 65), r"sequence_length=65 must lie in 1\.\.64: raise max_position_embeddings"),
+        (
+            lambda c: flops_per_token(c, 65),
+            r"sequence_length=65 must lie in 1\.\.64: raise max_position_embeddings",
+        ),
         (lambda c: flops_per_token(c, 0), "sequence_length=0"),
         (lambda c: flops_per_token(c, 5.5), "sequence_length=5.5 must be a whole number"),
         (lambda c: flops_per_token(c, True), "sequence_length=True must be a whole number"),
         (lambda c: training_memory(c, 0, 8), "batch_size=0 must be a whole number of at least 1"),
         (lambda c: training_memory(c, 1.5, 8), "batch_size=1.5 must be a whole number"),
         (lambda c: training_memory(c, float("nan"), 8), "batch_size=nan must be a whole number"),
-        (lambda c: training_memory(c, 1, 8, chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
+        (
+            lambda c: training_memory(c, 1, 8, chunk_size=0),
+            "chunk_size=0 must be a whole number of at least 1",
+        ),
         (lambda c: training_memory(c, 1, 8, chunk_size=-100), "chunk_size=-100"),
         (lambda c: training_memory(c, 1, 65), "sequence_length=65"),
         (lambda c: kv_cache_bytes(c, 65), "sequence_length=65"),
-        (lambda c: kv_cache_bytes(c, 8, bytes_per_number=-2), "bytes_per_number=-2 must be a whole number of at least 1"),
-        (lambda c: check_device("cpu", config=c, batch_size=0), "batch_size=0 must be a whole number of at least 1"),
-        (lambda c: check_device("cpu", config=c, tolerance=float("nan")), "tolerance=nan must be positive and finite"),
-        (lambda c: check_device("cpu", config=c, tolerance=-1), "tolerance=-1 must be positive and finite"),
+        (
+            lambda c: kv_cache_bytes(c, 8, bytes_per_number=-2),
+            "bytes_per_number=-2 must be a whole number of at least 1",
+        ),
+        (
+            lambda c: check_device("cpu", config=c, batch_size=0),
+            "batch_size=0 must be a whole number of at least 1",
+        ),
+        (
+            lambda c: check_device("cpu", config=c, tolerance=float("nan")),
+            "tolerance=nan must be positive and finite",
+        ),
+        (
+            lambda c: check_device("cpu", config=c, tolerance=-1),
+            "tolerance=-1 must be positive and finite",
+        ),
         (lambda c: check_device("cpu", config=c, sequence_length=65), "sequence_length=65"),
     ],
 )

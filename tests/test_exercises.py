@@ -1,7 +1,9 @@
-"""The exercises grade the student: solutions pass, blanks fail, and each wrong answer is caught by a message that teaches.
+"""The exercises grade the student: solutions pass, blanks fail, and each wrong answer is caught by
+a message that teaches.
 
-A graded notebook in nbs/exercises/ gives its cells names: `task3-mask` holds a solution, `task3-mask-test` its test, and
-more tests of it are called `task3-mask-test-NAME`. The wrong answers to NN_name.ipynb stand in wrong_answers/NN_name.md.
+A graded notebook in nbs/exercises/ gives its cells names: `task3-mask` holds a solution,
+`task3-mask-test` its test, and more tests of it are called `task3-mask-test-NAME`. The wrong
+answers to NN_name.ipynb stand in wrong_answers/NN_name.md.
 """
 
 import ast
@@ -23,13 +25,20 @@ import exercises  # noqa: E402
 NOTEBOOKS = exercises.find_exercises()
 NAMES = [path.stem for path in NOTEBOOKS]
 FEWEST_WRONG_ANSWERS = 5
-MARKERS = ("BEGIN SOLUTION", "END SOLUTION", "BEGIN HIDDEN TESTS", "END HIDDEN TESTS", "MARK SCHEME")
+MARKERS = (
+    "BEGIN SOLUTION",
+    "END SOLUTION",
+    "BEGIN HIDDEN TESTS",
+    "END HIDDEN TESTS",
+    "MARK SCHEME",
+)
 
 
 @dataclass(frozen=True)
 class Cell:
     name: str  # nbgrader's grade_id, or empty
-    kind: str  # "given", "solution", "test" (graded by the machine) or "manual" (graded by a person)
+    # "given", "solution", "test" (graded by the machine) or "manual" (graded by a person)
+    kind: str
     source: str
     is_code: bool
     points: float
@@ -43,8 +52,18 @@ def read_cells(path: Path) -> list[Cell]:
     cells = []
     for cell in nbformat.read(path, as_version=4).cells:
         marks = cell.metadata.get("nbgrader", {})
-        kind = {(1, 0): "test", (0, 1): "solution", (1, 1): "manual"}.get((marks.get("grade"), marks.get("solution")), "given")
-        cells.append(Cell(marks.get("grade_id", ""), kind, cell.source, cell.cell_type == "code", marks.get("points", 0)))
+        kind = {(1, 0): "test", (0, 1): "solution", (1, 1): "manual"}.get(
+            (marks.get("grade"), marks.get("solution")), "given"
+        )
+        cells.append(
+            Cell(
+                marks.get("grade_id", ""),
+                kind,
+                cell.source,
+                cell.cell_type == "code",
+                marks.get("points", 0),
+            )
+        )
     return cells
 
 
@@ -54,7 +73,8 @@ def compiled(source: str, name: str):
 
 
 def run(cells: list[Cell], *, replace: dict[str, str] | None = None) -> dict[str, Exception]:
-    """Run the code cells in a fresh namespace, as nbgrader does: on after an error. Return the errors by the cells' names.
+    """Run the code cells in a fresh namespace, as nbgrader does: on after an error. Return the
+    errors by the cells' names.
 
     `replace` gives cells another source.
     """
@@ -80,7 +100,8 @@ class Answer:
     cell: str
     name: str
     message: str  # a part of what the student must be told
-    blocks: tuple[tuple[str, str], ...]  # ("python", a whole cell) or ("diff", changes to the solution)
+    # ("python", a whole cell) or ("diff", changes to the solution)
+    blocks: tuple[tuple[str, str], ...]
 
     @property
     def is_right(self) -> bool:
@@ -96,13 +117,17 @@ class Answer:
             old = "".join(line[1:] + "\n" for line in lines if line.startswith("-"))
             new = "".join(line[1:] + "\n" for line in lines if line.startswith("+"))
             framed = f"\n{solution}\n"  # so that only whole lines match
-            assert framed.count(f"\n{old}") == 1, f"{self.name}: not once in the solution of {self.cell}:\n{old}"
+            assert framed.count(f"\n{old}") == 1, (
+                f"{self.name}: not once in the solution of {self.cell}:\n{old}"
+            )
             solution = framed.replace(f"\n{old}", f"\n{new}")[1:-1]
         return solution
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """`## cell`, below it for each answer `### name`, `> the words that must appear`, and a fenced block or more."""
+    """`## cell`, below it for each answer `### name`, `> the words that must appear`, and a fenced
+    block or more.
+    """
     answers = []
     for section in re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         cell, *parts = re.split(r"^### ", section, flags=re.MULTILINE)
@@ -110,7 +135,9 @@ def read_answers(path: Path) -> list[Answer]:
             quoted = re.findall(r"^> (.+)$", part, re.MULTILINE)
             blocks = re.findall(r"^```(python|diff)\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
             name = part.splitlines()[0].strip()
-            assert quoted and blocks, f"{path.name}, {name}: needs a quoted message and a block of code"
+            assert quoted and blocks, (
+                f"{path.name}, {name}: needs a quoted message and a block of code"
+            )
             answers.append(Answer(path.stem, cell.strip(), name, quoted[0].strip(), tuple(blocks)))
     return answers
 
@@ -135,8 +162,9 @@ def only_task(cells: list[Cell], task: str) -> list[Cell]:
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: f"{a.exercise}-{a.cell}-{a.name}")
 def test_answer(answer):
-    """A wrong answer fails its task with a message that teaches; a right one passes. `test_tasks_stand_alone` is why the
-    other tasks are not run."""
+    """A wrong answer fails its task with a message that teaches; a right one passes.
+    `test_tasks_stand_alone` is why the other tasks are not run.
+    """
     cells = only_task(cells_of(answer.exercise), answer.cell.split("-")[0])
     solution = {cell.name: cell.source for cell in cells if cell.kind == "solution"}[answer.cell]
     errors = run(cells, replace={answer.cell: answer.write(solution)})
@@ -146,19 +174,29 @@ def test_answer(answer):
     kinds = {cell.name: cell.kind for cell in cells}
     own = {name: error for name, error in errors.items() if name.startswith(f"{answer.cell}-test")}
     assert own, f"nothing noticed it; errors elsewhere: {errors}"
-    assert {name for name in errors if kinds[name] != "test"} == set(), "the answer itself must run: it is wrong, not broken"
+    assert {name for name in errors if kinds[name] != "test"} == set(), (
+        "the answer itself must run: it is wrong, not broken"
+    )
     for name, error in own.items():
-        assert isinstance(error, AssertionError), f"{name} ends in {error!r}, not in a message of its own"
-    assert any(answer.message in str(error) for error in own.values()), "\n".join(map(str, own.values()))
+        assert isinstance(error, AssertionError), (
+            f"{name} ends in {error!r}, not in a message of its own"
+        )
+    assert any(answer.message in str(error) for error in own.values()), "\n".join(
+        map(str, own.values())
+    )
 
 
 @pytest.mark.parametrize("exercise", NAMES)
 def test_every_graded_cell_has_wrong_answers(exercise):
     cells = cells_of(exercise)
-    found = [answer.cell for answer in ANSWERS if answer.exercise == exercise and not answer.is_right]
+    found = [
+        answer.cell for answer in ANSWERS if answer.exercise == exercise and not answer.is_right
+    ]
     tested = {cell.name.split("-test")[0] for cell in cells if cell.kind == "test"}
     assert {cell.name for cell in cells if cell.kind == "solution"} == tested == set(found)
-    assert {name: found.count(name) for name in tested if found.count(name) < FEWEST_WRONG_ANSWERS} == {}
+    assert {
+        name: found.count(name) for name in tested if found.count(name) < FEWEST_WRONG_ANSWERS
+    } == {}
 
 
 # ---------------------------------------------------------------- the notebooks
@@ -170,15 +208,29 @@ def test_names_points_and_messages(exercise):
     graded = [cell for cell in cells if cell.kind in ("test", "manual")]
     assert graded and all(cell.points > 0 for cell in graded)
     tests = [cell.name for cell in cells if cell.kind == "test"]
-    assert [name for name in tests if not re.fullmatch(r"task\d+-[a-z0-9_]+-test(-[a-z0-9_]+)?", name)] == []
-    assert all(cell.name for cell in cells if cell.is_code), "every code cell needs a grade_id; lock those that are given"
+    assert [
+        name for name in tests if not re.fullmatch(r"task\d+-[a-z0-9_]+-test(-[a-z0-9_]+)?", name)
+    ] == []
+    assert all(cell.name for cell in cells if cell.is_code), (
+        "every code cell needs a grade_id; lock those that are given"
+    )
     text = "\n".join(cell.source for cell in cells if not cell.is_code)
     for cell in graded:
-        statements = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assert)] if cell.is_code else []
-        assert [ast.unparse(s) for s in statements if not s.msg] == [], f"{cell.name}: an assert without a message"
-    assert sum(cell.points for cell in graded) == sum(map(int, re.findall(r"^\| \d+ \|.*\| (\d+) \|$", text, re.MULTILINE)))
+        statements = (
+            [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assert)]
+            if cell.is_code
+            else []
+        )
+        assert [ast.unparse(s) for s in statements if not s.msg] == [], (
+            f"{cell.name}: an assert without a message"
+        )
+    assert sum(cell.points for cell in graded) == sum(
+        map(int, re.findall(r"^\| \d+ \|.*\| (\d+) \|$", text, re.MULTILINE))
+    )
     tasks = len({cell.task for cell in graded})
-    assert text.count("<summary>Hint 1</summary>") >= tasks and text.count("Hint 1<") == text.count("Hint 2<")
+    assert text.count("<summary>Hint 1</summary>") >= tasks and text.count("Hint 1<") == text.count(
+        "Hint 2<"
+    )
 
 
 @pytest.mark.parametrize("exercise", NAMES)
@@ -189,8 +241,14 @@ def test_solution_passes_in_one_process(exercise):
 def names_in(source: str, context: type[ast.Load] | type[ast.Store]) -> set[str]:
     """The names that a cell reads or binds, at its top level or inside."""
     nodes = list(ast.walk(ast.parse(source)))
-    bound = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and context is ast.Store}
-    return bound | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    bound = {
+        node.name
+        for node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and context is ast.Store
+    }
+    return bound | {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)
+    }
 
 
 @pytest.mark.parametrize("exercise", NAMES)
@@ -201,7 +259,11 @@ def test_tasks_stand_alone(exercise):
     for task in tasks:
         assert run(only_task(cells, task)) == {}
     wanted = {
-        cell.name: {node.name for node in ast.parse(cell.source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        cell.name: {
+            node.name
+            for node in ast.parse(cell.source).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        }
         for cell in cells
         if cell.kind == "solution"
     }
@@ -210,7 +272,9 @@ def test_tasks_stand_alone(exercise):
         readers = [
             cell.name
             for cell in cells
-            if cell.task != task and cell.kind != "solution" and names_in(cell.source, ast.Load) & asked
+            if cell.task != task
+            and cell.kind != "solution"
+            and names_in(cell.source, ast.Load) & asked
         ]
         assert readers == [], f"{name} writes {asked}"
 
@@ -227,14 +291,18 @@ def check_release(source: Path, released: Path) -> None:
         assert after.name == before.name
         assert "YOUR" in after.source or before.kind not in ("solution", "manual")
         assert before.kind != "manual" or before.source not in after.source
-        for region in re.findall(r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", before.source, re.DOTALL):
+        for region in re.findall(
+            r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", before.source, re.DOTALL
+        ):
             assert region.strip() not in after.source
 
 
 def check_scores(cells: list[Cell], scores: list[exercises.Score]) -> None:
     """The solution has all points of the tests, the blank none, and a person's part waits."""
     graded = {cell.name: cell for cell in cells if cell.kind in ("test", "manual")}
-    blank, solved = ({s.cell: s for s in scores if s.student == student} for student in ("blank", "solved"))
+    blank, solved = (
+        {s.cell: s for s in scores if s.student == student} for student in ("blank", "solved")
+    )
     assert blank.keys() == solved.keys() == graded.keys()
     for name, cell in graded.items():
         assert (blank[name].score, solved[name].points) == (0, cell.points)
@@ -243,19 +311,25 @@ def check_scores(cells: list[Cell], scores: list[exercises.Score]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Object of type")  # SQLAlchemy on nbgrader's queries
 def test_release_gives_nothing_away(tmp_path):
-    """What students get has stubs for the solutions, fails every test as it is, and is the same each time it is made."""
+    """What students get has stubs for the solutions, fails every test as it is, and is the same
+    each time it is made.
+    """
     released = exercises.release(NOTEBOOKS, tmp_path / "course", tmp_path / "exercises")
     again = exercises.release(NOTEBOOKS, tmp_path / "course2", tmp_path / "exercises2")
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in released]
     for source, path in zip(NOTEBOOKS, released, strict=True):
         check_release(source, path)
         cells = read_cells(path)
-        assert {cell.name for cell in cells if cell.kind == "test"} <= run(cells).keys(), f"{path.stem}: a blank earns points"
+        assert {cell.name for cell in cells if cell.kind == "test"} <= run(cells).keys(), (
+            f"{path.stem}: a blank earns points"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Object of type")
 def test_nbgrader_grades(tmp_path, capfd):
-    """One exercise, with parts for a machine and for a person, goes through nbgrader itself; `run` stands for it above."""
+    """One exercise, with parts for a machine and for a person, goes through nbgrader itself; `run`
+    stands for it above.
+    """
     [source] = [path for path in NOTEBOOKS if path.stem == "05_attention"]
     course = tmp_path / "course"
     [released] = exercises.release([source], course, tmp_path / "exercises")
@@ -267,7 +341,9 @@ def test_nbgrader_grades(tmp_path, capfd):
     exercises.print_scores(scores)
     tests = [cell for cell in cells_of(source.stem) if cell.kind == "test"]
     output, errors = capfd.readouterr()
-    assert re.search(rf"^solved .* {sum(cell.points for cell in tests)}(\+\d+\?)?$", output, re.MULTILINE)
+    assert re.search(
+        rf"^solved .* {sum(cell.points for cell in tests)}(\+\d+\?)?$", output, re.MULTILINE
+    )
     failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
     assert failed.keys() == {cell.name for cell in tests}
     assert "IPKernelApp" not in output + errors

@@ -1,4 +1,6 @@
-"""The one line through the whole package, as a person types it: train, stop, go on, write; and what bad input is told."""
+"""The one line through the whole package, as a person types it: train, stop, go on, write; and what
+bad input is told.
+"""
 
 import json
 import os
@@ -40,39 +42,73 @@ def folder(tmp_path, monkeypatch):
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; from llm_course.cli import main; sys.exit(main())", *words]
+    return [
+        sys.executable,
+        "-c",
+        "import sys; from llm_course.cli import main; sys.exit(main())",
+        *words,
+    ]
 
 
 def llm_course(*words: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    return subprocess.run(command(*words), capture_output=True, text=True, encoding="utf-8", env=env)
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, encoding="utf-8", env=env
+    )
 
 
 def test_train_then_refuse_then_generate(folder):
     first = llm_course("train", "--config", "small.yaml", "--run-dir", "run")
     assert first.returncode == 0, first.stderr
     assert "nats per token" in first.stdout and "bits per byte" in first.stdout
-    assert "next: llm-course generate --run run" in first.stdout and "tokens_per_second" in first.stderr
+    assert (
+        "next: llm-course generate --run run" in first.stdout
+        and "tokens_per_second" in first.stderr
+    )
     run = Path("run")
-    expected = set(".lock checkpoints config.yaml data log.txt loss.png metrics.jsonl tensorboard tokenizer.json".split())
+    expected = set(
+        ".lock checkpoints config.yaml data log.txt loss.png metrics.jsonl tensorboard"
+        " tokenizer.json".split()
+    )
     assert {path.name for path in run.iterdir()} == expected
     assert all(line[20:] in first.stderr for line in (run / "log.txt").read_text().splitlines())
     assert (run / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step_00000010", "step_00000012"]
+    assert [p.name for p in sorted((run / "checkpoints").iterdir())] == [
+        "step_00000010",
+        "step_00000012",
+    ]
     rows = read_metrics(run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [3, 6, 9, 12] and [row["step"] for row in rows if "val_loss" in row] == [6, 12]
+    assert [row["step"] for row in rows] == [3, 6, 9, 12] and [
+        row["step"] for row in rows if "val_loss" in row
+    ] == [6, 12]
 
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     again = llm_course("train", "--config", "small.yaml", "--run-dir", "run")
     assert again.returncode == 2 and "holds a finished run (step 12 of 12)" in again.stderr
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
-    words = ("generate", "--run", "run", "--prompt", "It was ", "--max-new-tokens", "5", "--seed", "1")
-    one, two = llm_course(*words), llm_course(*words)
-    assert one.returncode == 0 and one.stdout.startswith("It was ") and len(one.stdout) > len("It was \n")
+    words = (
+        "generate",
+        "--run",
+        "run",
+        "--prompt",
+        "It was ",
+        "--max-new-tokens",
+        "5",
+        "--seed",
+        "1",
+    )
+    one = llm_course(*words)
+    two = llm_course(*words)
+    assert (
+        one.returncode == 0
+        and one.stdout.startswith("It was ")
+        and len(one.stdout) > len("It was \n")
+    )
     assert one.stdout == two.stdout
 
-    (run / "data").rename("elsewhere")  # generate needs the run's folder only, and of it neither text nor token files
+    # generate needs the run's folder only, and of it neither text nor token files
+    (run / "data").rename("elsewhere")
     assert llm_course(*words).stdout == one.stdout
 
 
@@ -95,16 +131,26 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
     long = ("--training.max_steps", "2000", "--training.eval_interval", "2000")
     words = ("train", "--config", "small.yaml", "--run-dir", "run", *long)
     process = subprocess.Popen(
-        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        command(*words),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     deadline = time.monotonic() + 120
-    while not (Path("run", "metrics.jsonl").is_file() and read_metrics("run/metrics.jsonl")) and time.monotonic() < deadline:
+    while (
+        not (Path("run", "metrics.jsonl").is_file() and read_metrics("run/metrics.jsonl"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == status, stderr
     step = load_checkpoint(CheckpointManager("run/checkpoints").latest())["state"]["step"]
-    assert f"stopped by {number.name} after step {step}" in stdout and "type the same command again" in stdout
+    assert (
+        f"stopped by {number.name} after step {step}" in stdout
+        and "type the same command again" in stdout
+    )
 
     resumed = llm_course(*words, "--training.max_steps", str(step + 3), "--resume")
     assert resumed.returncode == 0, resumed.stderr
@@ -114,8 +160,25 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
 
 
 def make_engine(run_dir: str, max_steps: int) -> TrainingEngine:
-    words = ["--config", "small.yaml", "--run-dir", run_dir, "--model.dropout", "0.1", "--training.max_steps", str(max_steps)]
-    config, _ = load_config([*words, "--optimization.schedule", "constant", "--training.gradient_accumulation_steps", "3"])
+    words = [
+        "--config",
+        "small.yaml",
+        "--run-dir",
+        run_dir,
+        "--model.dropout",
+        "0.1",
+        "--training.max_steps",
+        str(max_steps),
+    ]
+    config, _ = load_config(
+        [
+            *words,
+            "--optimization.schedule",
+            "constant",
+            "--training.gradient_accumulation_steps",
+            "3",
+        ]
+    )
     task = LanguageModelingTask(config)
     engine = TrainingEngine(config, task, task.build_data())
     engine.setup()
@@ -132,7 +195,8 @@ def test_files_are_found_by_name_and_by_glob(folder):
         TextDataModule("run", files="text.txt")
 
 
-@pytest.mark.parametrize("stop", [1, 10, 11, 14])  # 86 batches in windows of 3: the epoch ends with step 29
+# 86 batches in windows of 3: the epoch ends with step 29
+@pytest.mark.parametrize("stop", [1, 10, 11, 14])
 def test_resume_is_exact(folder, stop):
     import torch
 
@@ -162,14 +226,20 @@ def test_resume_is_exact(folder, stop):
         (["--data.files", "short.txt"], "12 characters are too few to hold out 0.05 of them"),
         (["--data.files", "."], "is a directory"),
         (["--data.corpus", "wikipedia"], "no corpus is called 'wikipedia'"),
-        (["--data.vocab_size", "100"], "vocab_size=100 is too small for 256 bytes and 3 special tokens"),
+        (
+            ["--data.vocab_size", "100"],
+            "vocab_size=100 is too small for 256 bytes and 3 special tokens",
+        ),
         (["--task", "chess"], "task='chess' is not one of ['lm', 'regression']"),
         (["--task", "nowhere:Task"], "cannot be loaded"),
         (["--resume"], "holds no checkpoint"),
         (["--training.max_stepz", "3"], "max_stepz"),
         (["--model.num_kv_heads", "3"], "num_heads=2 must be a multiple of num_kv_heads=3"),
         (["--training.device", "abacus"], "training.device='abacus' cannot be used here"),
-        (["--model.initializer_range", "-1"], "initializer_range=-1.0 must be a finite number above 0"),
+        (
+            ["--model.initializer_range", "-1"],
+            "initializer_range=-1.0 must be a finite number above 0",
+        ),
         (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must lie in [0, 1)"),
         (["--data.sequence_length", "64"], "does not fit model.max_position_embeddings=32"),
     ],
@@ -209,12 +279,18 @@ def test_a_refused_resume_changes_nothing(folder):
 def test_a_resume_takes_the_new_learning_rate(folder):
     half = make_engine("run", 4)
     half.run()
-    config, _ = load_config(["--config", "small.yaml", "--run-dir", "run", "--optimization.learning_rate", "1e-5"])
+    config, _ = load_config(
+        ["--config", "small.yaml", "--run-dir", "run", "--optimization.learning_rate", "1e-5"]
+    )
     task = LanguageModelingTask(config)
     engine = TrainingEngine(config, task, task.build_data())
     with pytest.raises(ValueError, match="batch_size was"):
-        other, _ = load_config(["--config", "small.yaml", "--run-dir", "run", "--training.batch_size", "2"])
-        TrainingEngine(other, LanguageModelingTask(other), LanguageModelingTask(other).build_data()).setup(half.state_dict())
+        other, _ = load_config(
+            ["--config", "small.yaml", "--run-dir", "run", "--training.batch_size", "2"]
+        )
+        TrainingEngine(
+            other, LanguageModelingTask(other), LanguageModelingTask(other).build_data()
+        ).setup(half.state_dict())
     engine.setup(half.state_dict())
     assert engine.optimizer.param_groups[0]["lr"] < 1e-5 and engine.state.step == 4
 
@@ -222,15 +298,28 @@ def test_a_resume_takes_the_new_learning_rate(folder):
 def test_a_run_is_read_back_whatever_the_environment_says(folder, monkeypatch):
     assert llm_course("train", "--config", "small.yaml", "--run-dir", "run").returncode == 0
     monkeypatch.setenv("LLM_COURSE_MODEL__HIDDEN_SIZE", "64")
-    assert llm_course("generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2").returncode == 0
-    resumed = llm_course("train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "20")
+    assert (
+        llm_course("generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2").returncode
+        == 0
+    )
+    resumed = llm_course(
+        "train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "20"
+    )
     assert resumed.returncode == 2 and "model.hidden_size=32 there, 64 now" in resumed.stderr
 
 
 def test_the_sample_survives_a_terminal_without_unicode(folder):
     Path("text.txt").write_text("深層学習 — naïve café. " * 300, encoding="utf-8")
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    words = command("train", "--config", "small.yaml", "--run-dir", "my run", "--logging.sample_prompt", "it's 深")
+    words = command(
+        "train",
+        "--config",
+        "small.yaml",
+        "--run-dir",
+        "my run",
+        "--logging.sample_prompt",
+        "it's 深",
+    )
     process = subprocess.run(words, capture_output=True, text=True, env=env)
     assert process.returncode == 0, process.stderr
     assert "next: llm-course generate --run 'my run' --prompt" in process.stdout
@@ -264,7 +353,8 @@ def test_a_torn_checkpoint_is_passed_over(folder):
             verify(path.parent)
         assert manager.latest().name == "step_00000001"
     manager.keep_last = 1
-    manager.save(state, step=2)  # of a run that went on from step 1: the broken step 3 must not push out the good one
+    # of a run that went on from step 1: the broken step 3 must not push out the good one
+    manager.save(state, step=2)
     path = manager.save(state, step=3)
     (path / "state.json").unlink()
     manager.save(state, step=2)
@@ -272,7 +362,8 @@ def test_a_torn_checkpoint_is_passed_over(folder):
 
 
 def test_python_docs_is_prose_and_the_same_each_time():
-    corpus, again = load_corpus(), load_corpus()
+    corpus = load_corpus()
+    again = load_corpus()
     assert corpus == again and corpus.sha256 == again.sha256
     assert 1_500_000 < corpus.num_bytes < 6_000_000 and sys.version.split()[0] in corpus.source
     letters = sum(c.isalpha() or c.isspace() for document in corpus.documents for c in document)
@@ -284,7 +375,9 @@ def test_the_tokenizer_sees_the_training_split_only(folder):
     Path("texts").mkdir()
     for index, text in enumerate([*train, "zzqq zzqq zzqq " * 20]):
         Path("texts", f"{index}.txt").write_text(text)
-    data = TextDataModule("run", files=["texts/*.txt"], vocab_size=400, sequence_length=8, val_fraction=0.05, seed=0)
+    data = TextDataModule(
+        "run", files=["texts/*.txt"], vocab_size=400, sequence_length=8, val_fraction=0.05, seed=0
+    )
     data.prepare_data()
     data.setup()
     held_out = split_documents(data_documents(), val_fraction=0.05, seed=0)[1]
@@ -302,7 +395,9 @@ def test_preparing_twice_uses_the_files_again(folder):
     make_engine("run", 1)
     assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*") if p.is_file()} == before
     info = json.loads(Path("run/data/info.json").read_text())
-    assert info["documents"] == {"train": 1, "val": 1} and info["bytes"]["train"] + info["bytes"]["val"] == len(TEXT)
+    assert info["documents"] == {"train": 1, "val": 1} and info["bytes"]["train"] + info["bytes"][
+        "val"
+    ] == len(TEXT)
 
 
 def test_a_text_that_became_too_short_costs_nothing(folder):
@@ -317,7 +412,10 @@ def test_a_text_that_became_too_short_costs_nothing(folder):
 def test_first_run_configuration_is_complete_and_valid():
     config, _ = load_config(["--config", str(ROOT / "configs" / "first_run.yaml")])
     assert isinstance(config, Config) and config.run_dir == "runs/first_run"
-    assert yaml.safe_load((ROOT / "configs" / "first_run.yaml").read_text())["data"]["corpus"] == "python-docs"
+    assert (
+        yaml.safe_load((ROOT / "configs" / "first_run.yaml").read_text())["data"]["corpus"]
+        == "python-docs"
+    )
 
 
 def test_the_same_text_under_another_name_is_the_same_data(folder):

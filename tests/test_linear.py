@@ -27,24 +27,41 @@ def pair(inputs, outputs, *, bias=True, dtype=torch.float32):
 @pytest.fixture
 def products(monkeypatch):
     """The shapes that `torch.bmm` has been called with, on a processor where the parts pay."""
-    shapes, real = [], torch.bmm
+    shapes = []
+    real = torch.bmm
     monkeypatch.setattr(linear, "_IN_PARTS", True)
-    monkeypatch.setattr(torch, "bmm", lambda a, b: shapes.append((*a.shape, b.shape[2])) or real(a, b))
+    monkeypatch.setattr(
+        torch, "bmm", lambda a, b: shapes.append((*a.shape, b.shape[2])) or real(a, b)
+    )
     return shapes
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    inputs=st.integers(1, 33), outputs=st.integers(1, 40), bias=st.booleans(), shape=st.lists(st.integers(0, 5), max_size=3),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), in_parts=st.booleans(),
-)  # fmt: skip
+    inputs=st.integers(1, 33),
+    outputs=st.integers(1, 40),
+    bias=st.booleans(),
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    in_parts=st.booleans(),
+)
 def test_it_is_nn_linear(inputs, outputs, bias, shape, dtype, in_parts):
     ours, oracle = pair(inputs, outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, inputs).to(dtype)
     with torch.no_grad(), patch.object(linear, "_IN_PARTS", in_parts):
-        y, wanted = ours(x), oracle(x)
-    assert y.dtype == wanted.dtype and y.shape == wanted.shape and y.is_contiguous() == wanted.is_contiguous()
-    assert_close(y, wanted, rtol=1e-5 if dtype != torch.bfloat16 else 2e-2, atol=1e-5 if dtype != torch.bfloat16 else 2e-2)
+        y = ours(x)
+        wanted = oracle(x)
+    assert (
+        y.dtype == wanted.dtype
+        and y.shape == wanted.shape
+        and y.is_contiguous() == wanted.is_contiguous()
+    )
+    assert_close(
+        y,
+        wanted,
+        rtol=1e-5 if dtype != torch.bfloat16 else 2e-2,
+        atol=1e-5 if dtype != torch.bfloat16 else 2e-2,
+    )
 
 
 @pytest.mark.parametrize("rows, parts", [(1, True), (4, True), (5, False)])
@@ -57,7 +74,8 @@ def test_few_rows_go_in_parts(products, rows, parts):
 
 
 @pytest.mark.parametrize(
-    "maker, mkl, parts", [("AuthenticAMD", True, True), ("AuthenticAMD", False, False), ("GenuineIntel", True, False)]
+    "maker, mkl, parts",
+    [("AuthenticAMD", True, True), ("AuthenticAMD", False, False), ("GenuineIntel", True, False)],
 )
 def test_parts_are_for_the_processors_on_which_they_pay(monkeypatch, maker, mkl, parts):
     monkeypatch.setattr(Path, "read_text", lambda path, **options: f"vendor_id : {maker}")
@@ -100,7 +118,8 @@ def test_compiled(rows, dtype):
 
 def test_parts_give_the_same_numbers_with_any_number_of_threads(products):
     ours, _ = pair(64, 64)
-    x, threads = torch.randn(3, 64), torch.get_num_threads()
+    x = torch.randn(3, 64)
+    threads = torch.get_num_threads()
     found = []
     with torch.no_grad():
         for count in (1, 2):

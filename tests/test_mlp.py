@@ -1,4 +1,6 @@
-"""The MLP at its edges: odd sizes, every float type, wrong inputs, and Hugging Face's layers as the oracle."""
+"""The MLP at its edges: odd sizes, every float type, wrong inputs, and Hugging Face's layers as the
+oracle.
+"""
 
 import copy
 import math
@@ -20,7 +22,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 BENDS = {
     "silu": lambda z: z / (1 + math.exp(-z)),
     "gelu": lambda z: z * 0.5 * (1 + math.erf(z / math.sqrt(2))),
-    "gelu_tanh": lambda z: 0.5 * z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "gelu_tanh": (
+        lambda z: 0.5 * z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    ),
     "relu": lambda z: max(z, 0.0),
 }
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -42,14 +46,21 @@ def by_definition(mlp, x):
 
     def match(linear, neuron, token):
         bias = 0.0 if linear.bias is None else linear.bias[neuron].item()
-        return math.fsum(w * t for w, t in zip(linear.weight[neuron].tolist(), token, strict=True)) + bias
+        return (
+            math.fsum(w * t for w, t in zip(linear.weight[neuron].tolist(), token, strict=True))
+            + bias
+        )
 
     rows = []
     for token in x.reshape(-1, x.shape[-1]).tolist():
         out = [0.0] * len(token) if mlp.down_proj.bias is None else mlp.down_proj.bias.tolist()
         for neuron in range(mlp.up_proj.out_features):
             up = match(mlp.up_proj, neuron, token)
-            strength = bend(up) if mlp.gate_proj is None else bend(match(mlp.gate_proj, neuron, token)) * up
+            strength = (
+                bend(up)
+                if mlp.gate_proj is None
+                else bend(match(mlp.gate_proj, neuron, token)) * up
+            )
             value = mlp.down_proj.weight[:, neuron].tolist()
             out = [o + strength * v for o, v in zip(out, value, strict=True)]
         rows.append(out)
@@ -58,9 +69,14 @@ def by_definition(mlp, x):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    shape=st.lists(st.integers(0, 3), max_size=3), C=st.integers(1, 6), neurons=st.integers(1, 9), use_glu=st.booleans(),
-    bias=st.booleans(), activation=st.sampled_from([None, *BENDS]), seed=st.integers(0, 99),
-)  # fmt: skip
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    C=st.integers(1, 6),
+    neurons=st.integers(1, 9),
+    use_glu=st.booleans(),
+    bias=st.booleans(),
+    activation=st.sampled_from([None, *BENDS]),
+    seed=st.integers(0, 99),
+)
 def test_equals_the_definition(shape, C, neurons, use_glu, bias, activation, seed):
     torch.manual_seed(seed)
     mlp = random_mlp(C, neurons, use_glu=use_glu, bias=bias, activation=activation)
@@ -73,7 +89,9 @@ def test_equals_the_definition(shape, C, neurons, use_glu, bias, activation, see
 @given(T=st.integers(1, 9), C=st.integers(1, 9), use_glu=st.booleans(), seed=st.integers(0, 99))
 def test_each_token_alone(T, C, use_glu, seed):
     torch.manual_seed(seed)
-    mlp, x, order = random_mlp(C, 2 * C, use_glu=use_glu), torch.randn(1, T, C), torch.randperm(T)
+    mlp = random_mlp(C, 2 * C, use_glu=use_glu)
+    x = torch.randn(1, T, C)
+    order = torch.randperm(T)
     assert_close(mlp(x[:, order]), mlp(x)[:, order], atol=1e-5, rtol=1e-5)
     changed = x.clone()
     changed[0, T // 2] = math.nan  # nothing of it may reach another token
@@ -109,14 +127,19 @@ def test_equals_llama_and_gemma():
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     torch.manual_seed(0)
-    x, sizes = torch.randn(2, 5, 12) * 2, dict(hidden_size=12, intermediate_size=20, num_attention_heads=2)
+    x = torch.randn(2, 5, 12) * 2
+    sizes = dict(hidden_size=12, intermediate_size=20, num_attention_heads=2)
     llama = LlamaMLP(LlamaConfig(**sizes, mlp_bias=True))
     gemma = GemmaMLP(GemmaConfig(**sizes, hidden_act="gelu_pytorch_tanh"))
-    cases = ((random_mlp(12, 20, bias=True), llama), (random_mlp(12, 20, activation="gelu_tanh"), gemma))
+    cases = (
+        (random_mlp(12, 20, bias=True), llama),
+        (random_mlp(12, 20, activation="gelu_tanh"), gemma),
+    )
     for ours, theirs in cases:
         theirs.load_state_dict(ours.state_dict())  # the names are the same
         assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
-    ours, llama_without_bias = random_mlp(12, 20, activation="gelu_tanh"), LlamaMLP(LlamaConfig(**sizes))
+    ours = random_mlp(12, 20, activation="gelu_tanh")
+    llama_without_bias = LlamaMLP(LlamaConfig(**sizes))
     llama_without_bias.load_state_dict(ours.state_dict())
     with pytest.raises(AssertionError):  # the wrong bend under the right weights
         assert_close(ours(x), llama_without_bias(x), atol=1e-5, rtol=1e-5)
@@ -127,14 +150,19 @@ def test_equals_gpt2():
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     torch.manual_seed(0)
-    x, theirs = torch.randn(2, 5, 12) * 2, GPT2MLP(48, GPT2Config(n_embd=12)).eval()
+    x = torch.randn(2, 5, 12) * 2
+    theirs = GPT2MLP(48, GPT2Config(n_embd=12)).eval()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
     ours = MLP(12, 48, use_glu=False, bias=True)
-    ours.load_state_dict({  # Conv1D keeps its weights as (in, out)
-        "up_proj.weight": theirs.c_fc.weight.T, "up_proj.bias": theirs.c_fc.bias,
-        "down_proj.weight": theirs.c_proj.weight.T, "down_proj.bias": theirs.c_proj.bias,
-    })  # fmt: skip
+    ours.load_state_dict(
+        {  # Conv1D keeps its weights as (in, out)
+            "up_proj.weight": theirs.c_fc.weight.T,
+            "up_proj.bias": theirs.c_fc.bias,
+            "down_proj.weight": theirs.c_proj.weight.T,
+            "down_proj.bias": theirs.c_proj.bias,
+        }
+    )
     assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
     exact = MLP(12, 48, use_glu=False, bias=True, activation="gelu")
     exact.load_state_dict(ours.state_dict())
@@ -145,16 +173,34 @@ def test_equals_gpt2():
 def test_the_published_totals_of_the_chapter():
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    llama_2 = LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                          num_attention_heads=32)  # fmt: skip
-    llama_3 = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                          num_attention_heads=32, num_key_value_heads=8)  # fmt: skip
+    llama_2 = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+    )
+    llama_3 = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
     with torch.device("meta"):
         models = GPT2LMHeadModel(GPT2Config()), LlamaForCausalLM(llama_2), LlamaForCausalLM(llama_3)
     totals = [sum(p.numel() for p in model.parameters()) for model in models]
     assert totals == [124_439_808, 6_738_415_616, 8_030_261_248]
-    in_mlps = [sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name) for model in models]
-    assert [round(part / total, 2) for part, total in zip(in_mlps, totals, strict=True)] == [0.46, 0.64, 0.70]
+    in_mlps = [
+        sum(p.numel() for name, p in model.named_parameters() if ".mlp." in name)
+        for model in models
+    ]
+    assert [round(part / total, 2) for part, total in zip(in_mlps, totals, strict=True)] == [
+        0.46,
+        0.64,
+        0.70,
+    ]
 
 
 # ---------------------------------------------------------------- edges
@@ -178,7 +224,8 @@ def test_float_types(use_glu, dtype):
 
 @GATED
 def test_autocast(use_glu):
-    mlp, x = random_mlp(8, 16, use_glu=use_glu, scale=0.3), torch.randn(4, 8)
+    mlp = random_mlp(8, 16, use_glu=use_glu, scale=0.3)
+    x = torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         y = mlp(x)
     assert y.dtype == torch.bfloat16
@@ -193,7 +240,9 @@ def test_gradcheck(use_glu, activation):
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(mlp, x)
     names, values = zip(*mlp.named_parameters(), strict=True)
-    by_parameters = lambda *new: torch.func.functional_call(mlp, dict(zip(names, new, strict=True)), x.detach())  # noqa: E731
+    by_parameters = lambda *new: torch.func.functional_call(
+        mlp, dict(zip(names, new, strict=True)), x.detach()
+    )  # noqa: E731
     assert torch.autograd.gradcheck(by_parameters, values)
     cut = lambda x: mlp(x.detach()) + 0 * x.sum()  # noqa: E731
     assert not torch.autograd.gradcheck(cut, x, raise_exception=False)  # the check can fail
@@ -201,7 +250,8 @@ def test_gradcheck(use_glu, activation):
 
 @GATED
 def test_edges(use_glu):
-    mlp, x = random_mlp(6, 10, use_glu=use_glu), torch.randn(4, 6)
+    mlp = random_mlp(6, 10, use_glu=use_glu)
+    x = torch.randn(4, 6)
     assert mlp(torch.empty(0, 6)).shape == (0, 6)
     assert mlp(torch.empty(2, 0, 6)).shape == (2, 0, 6)
     assert_close(mlp(x[1]), mlp(x)[1])  # one token, no batch
@@ -217,9 +267,15 @@ def test_edges(use_glu):
 
 def test_two_gated_neurons_multiply_exactly():
     multiply = MLP(2, 2).double()
-    gate, up = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, -1.0]])
-    multiply.load_state_dict({"gate_proj.weight": gate, "up_proj.weight": up,
-                              "down_proj.weight": torch.tensor([[1.0, 1.0], [0.0, 0.0]])})  # fmt: skip
+    gate = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    up = torch.tensor([[0.0, 1.0], [0.0, -1.0]])
+    multiply.load_state_dict(
+        {
+            "gate_proj.weight": gate,
+            "up_proj.weight": up,
+            "down_proj.weight": torch.tensor([[1.0, 1.0], [0.0, 0.0]]),
+        }
+    )
     pairs = torch.randn(50, 2, dtype=torch.float64) * 10
     assert_close(multiply(pairs)[:, 0], pairs.prod(-1))
 
@@ -229,10 +285,12 @@ def test_dropout_acts_on_the_output_and_in_training_only():
     mlp = random_mlp(8, 16, dropout=0.5, scale=0.3)
     x = torch.randn(1, 8).expand(4000, 8)  # one token, many times
     with torch.no_grad():
-        dropped, whole = mlp(x), mlp.eval()(x)
+        dropped = mlp(x)
+        whole = mlp.eval()(x)
     kept = dropped != 0
     assert abs(kept.float().mean() - 0.5) < 0.02
-    assert_close(dropped[kept], 2 * whole[kept])  # a number is 0, or the whole output doubled: nothing inside was dropped
+    # a number is 0, or the whole output doubled: nothing inside was dropped
+    assert_close(dropped[kept], 2 * whole[kept])
     assert_close(dropped.mean(0), whole[0], atol=0.1, rtol=0.1)
     silent = MLP(8, 16)
     assert torch.equal(silent.train()(x[:2]), silent.eval()(x[:2]))
@@ -261,12 +319,15 @@ def test_projections_can_be_wrapped(use_glu):
         def forward(self, x):
             return self.inner(x)
 
-    mlp, x = random_mlp(4, 6, use_glu=use_glu), torch.randn(2, 4)
+    mlp = random_mlp(4, 6, use_glu=use_glu)
+    x = torch.randn(2, 4)
     expected = mlp(x)
     for name in ("up_proj", "down_proj", *(["gate_proj"] if use_glu else [])):
         setattr(mlp, name, Wrapper(getattr(mlp, name)))
     assert torch.equal(mlp(x), expected)
-    with pytest.raises(ValueError, match=r"expected \(\.\.\., 4\), the last size being hidden_size"):
+    with pytest.raises(
+        ValueError, match=r"expected \(\.\.\., 4\), the last size being hidden_size"
+    ):
         mlp(torch.randn(2, 5))
 
 
@@ -295,8 +356,10 @@ def test_swiglu_differentiates_as_pytorch_does(frozen):
     mlp = random_mlp(6, 10, use_glu=True).double()
     if frozen:
         getattr(mlp, frozen).requires_grad_(False)
-    trained, x = [p for p in mlp.parameters() if p.requires_grad], torch.randn(4, 6, dtype=torch.float64)
-    direction = torch.randn(3, 4, dtype=torch.float64).T[:, [0, 1, 2, 0, 1, 2]]  # a gradient that is not contiguous
+    trained = [p for p in mlp.parameters() if p.requires_grad]
+    x = torch.randn(4, 6, dtype=torch.float64)
+    # a gradient that is not contiguous
+    direction = torch.randn(3, 4, dtype=torch.float64).T[:, [0, 1, 2, 0, 1, 2]]
 
     def derivatives(y: torch.Tensor) -> list[torch.Tensor]:
         first = torch.autograd.grad(y, trained, direction, create_graph=True)
@@ -317,7 +380,9 @@ def test_compiles_without_a_graph_break(use_glu):
 
 
 def test_repr_names_the_bend():
-    assert "activation=silu" in repr(MLP(4, 8)) and "activation=gelu_tanh" in repr(MLP(4, 8, use_glu=False))
+    assert "activation=silu" in repr(MLP(4, 8)) and "activation=gelu_tanh" in repr(
+        MLP(4, 8, use_glu=False)
+    )
 
 
 # ---------------------------------------------------------------- the checks can fail
@@ -335,7 +400,8 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_planted_mistakes_differ_from_the_definition(name):
     torch.manual_seed(0)
-    mlp, x = random_mlp(4, 6), torch.randn(3, 4)
+    mlp = random_mlp(4, 6)
+    x = torch.randn(3, 4)
     assert_close(mlp(x), by_definition(mlp, x).float(), atol=1e-5, rtol=1e-4)
     with pytest.raises(AssertionError):
         assert_close(MISTAKES[name](mlp, x), by_definition(mlp, x).float(), atol=1e-5, rtol=1e-4)

@@ -1,4 +1,6 @@
-"""The mixture of experts at its edges: Hugging Face's blocks as the oracle, odd sizes, idle experts, no tokens, ties, compile."""
+"""The mixture of experts at its edges: Hugging Face's blocks as the oracle, odd sizes, idle
+experts, no tokens, ties, compile.
+"""
 
 import copy
 import math
@@ -26,29 +28,43 @@ from llm_course.model.moe import (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-BENDS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+BENDS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 SMALL = dict(num_experts=4, top_k=2)
 
 
 def random_moe(C, inner, *, scale=0.5, **options):
     moe = MoE(C, inner, **options)
     for parameter in moe.parameters():
-        nn.init.normal_(parameter, std=scale)  # fresh routers are nearly undecided, which hides wrong weights
+        # fresh routers are nearly undecided, which hides wrong weights
+        nn.init.normal_(parameter, std=scale)
     nn.init.normal_(moe.gate.weight)
     return moe
 
 
 def by_definition(moe, x, chosen):
-    """For each token, for each chosen expert; the choice itself is given, so that ties cannot matter."""
-    experts, bend = moe.experts, BENDS[moe.experts.activation]
+    """For each token, for each chosen expert; the choice itself is given, so that ties cannot
+    matter.
+    """
+    experts = moe.experts
+    bend = BENDS[moe.experts.activation]
     rows = []
     for token, choice in zip(x.reshape(-1, x.shape[-1]), chosen.tolist(), strict=True):
-        exps = [math.exp((moe.gate.weight[e].double() @ token.double()).item()) for e in range(len(moe.gate.weight))]
+        exps = [
+            math.exp((moe.gate.weight[e].double() @ token.double()).item())
+            for e in range(len(moe.gate.weight))
+        ]
         total = sum(exps[e] for e in choice) if moe.gate.norm_topk_prob else sum(exps)
         out = torch.zeros_like(token)
         for e in choice:
             up = experts.up_proj[e] @ token
-            hidden = bend(up) if experts.gate_proj is None else bend(experts.gate_proj[e] @ token) * up
+            hidden = (
+                bend(up) if experts.gate_proj is None else bend(experts.gate_proj[e] @ token) * up
+            )
             out = out + exps[e] / total * (experts.down_proj[e] @ hidden)
         rows.append(out if moe.shared_expert is None else out + moe.shared_expert(token))
     return torch.stack(rows).view(x.shape) if rows else x
@@ -56,29 +72,50 @@ def by_definition(moe, x, chosen):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    shape=st.lists(st.integers(0, 4), max_size=2), C=st.integers(1, 7), inner=st.integers(1, 9), E=st.integers(1, 6),
-    data=st.data(), norm=st.booleans(), use_glu=st.booleans(), shared=st.sampled_from([None, 3]),
-    activation=st.sampled_from([None, *BENDS]), seed=st.integers(0, 99),
-)  # fmt: skip
+    shape=st.lists(st.integers(0, 4), max_size=2),
+    C=st.integers(1, 7),
+    inner=st.integers(1, 9),
+    E=st.integers(1, 6),
+    data=st.data(),
+    norm=st.booleans(),
+    use_glu=st.booleans(),
+    shared=st.sampled_from([None, 3]),
+    activation=st.sampled_from([None, *BENDS]),
+    seed=st.integers(0, 99),
+)
 def test_equals_the_definition(shape, C, inner, E, data, norm, use_glu, shared, activation, seed):
     torch.manual_seed(seed)
     k = data.draw(st.integers(1, E))
-    moe = random_moe(C, inner, num_experts=E, top_k=k, norm_topk_prob=norm, shared_expert_intermediate_size=shared,
-                     use_glu=use_glu, activation=activation)  # fmt: skip
+    moe = random_moe(
+        C,
+        inner,
+        num_experts=E,
+        top_k=k,
+        norm_topk_prob=norm,
+        shared_expert_intermediate_size=shared,
+        use_glu=use_glu,
+        activation=activation,
+    )
     x = torch.randn(*shape, C)
     y, stats = moe(x)
     routing = moe.gate(x.reshape(-1, C))
     expected = F.linear(x.reshape(-1, C), moe.gate.weight).topk(k).values
-    assert_close(routing.logits.gather(-1, routing.expert_index), expected)  # the k largest, largest first
+    # the k largest, largest first
+    assert_close(routing.logits.gather(-1, routing.expert_index), expected)
     assert_close(y, by_definition(moe, x, routing.expert_index), atol=1e-5, rtol=1e-4)
-    assert stats.tokens_per_expert.tolist() == torch.bincount(routing.expert_index.flatten(), minlength=E).tolist()
+    assert (
+        stats.tokens_per_expert.tolist()
+        == torch.bincount(routing.expert_index.flatten(), minlength=E).tolist()
+    )
     assert stats.tokens_per_expert.dtype == torch.int64 and stats.aux_loss.shape == ()
 
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_gradcheck(norm):
     torch.manual_seed(0)
-    moe = random_moe(2, 3, num_experts=3, top_k=2, norm_topk_prob=norm, router_z_loss_coef=0.1).double()
+    moe = random_moe(
+        2, 3, num_experts=3, top_k=2, norm_topk_prob=norm, router_z_loss_coef=0.1
+    ).double()
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
 
     def outputs(x, *values):
@@ -88,7 +125,8 @@ def test_gradcheck(norm):
     names, values = zip(*moe.named_parameters(), strict=True)
     assert torch.autograd.gradcheck(outputs, (x, *values))
     cut = lambda x, *values: outputs(x.detach(), *values)[0] + 0 * x.sum()  # noqa: E731
-    assert not torch.autograd.gradcheck(cut, (x, *values), raise_exception=False)  # the check can fail
+    # the check can fail
+    assert not torch.autograd.gradcheck(cut, (x, *values), raise_exception=False)
 
 
 # ---------------------------------------------------------------- the grouped product
@@ -98,9 +136,13 @@ def test_gradcheck(norm):
 def test_grouped_product(counts):
     torch.manual_seed(0)
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
-    weight, counts = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True), torch.tensor(counts)
+    weight = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor(counts)
     expert = torch.repeat_interleave(torch.arange(4), counts)
-    assert_close(_grouped_linear(x, weight, counts), torch.stack([w @ row for w, row in zip(weight[expert], x, strict=True)]))
+    assert_close(
+        _grouped_linear(x, weight, counts),
+        torch.stack([w @ row for w, row in zip(weight[expert], x, strict=True)]),
+    )
     assert torch.autograd.gradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
     _grouped_linear(x, weight, counts).sum().backward()  # an expanded gradient
     assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
@@ -112,7 +154,10 @@ def test_half_precision_meets_eight_sizes_between_two_powers_of_two():
         sizes = range(2**power, 2 ** (power + 1))
         rounded = [_rounded(x, size) for size in sizes]
         assert len(set(rounded)) <= 9  # the next power of two is one of them
-        assert all(size <= rows <= max(size + 31, 1.125 * size) for size, rows in zip(sizes, rounded, strict=True))
+        assert all(
+            size <= rows <= max(size + 31, 1.125 * size)
+            for size, rows in zip(sizes, rounded, strict=True)
+        )
     assert [_rounded(x, size) for size in (0, 1, 32, 33)] == [0, 32, 32, 64]
     assert [_rounded(other, 33) for other in (x.float(), x[:32], x.to("meta"))] == [33, 33, 33]
 
@@ -120,18 +165,29 @@ def test_half_precision_meets_eight_sizes_between_two_powers_of_two():
 @pytest.mark.parametrize(
     "counts",
     [
-        [31, 0, 33, 1, 64, 3], [0, 132, 0, 0, 0, 0], [1, 1, 1, 1, 1, 127], [32, 32, 32, 32, 4, 0], [700, 5, 0, 515, 1, 2],
+        [31, 0, 33, 1, 64, 3],
+        [0, 132, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 127],
+        [32, 32, 32, 32, 4, 0],
+        [700, 5, 0, 515, 1, 2],
         [1, 1030, 0, 0, 0, 33],
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_grouped_product_in_half_precision_rounds_the_blocks_up(counts, dtype, monkeypatch):
     torch.manual_seed(0)
     counts, M = torch.tensor(counts), sum(counts)
-    half = torch.randn(M, 8, dtype=dtype, requires_grad=True), torch.randn(6, 12, 8, dtype=dtype, requires_grad=True)
-    full, probe = [tensor.detach().float().requires_grad_() for tensor in half], torch.randn(M, 12)
-    shapes, product = set(), torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, **out: (shapes.add((a.shape, b.shape)), product(a, b, **out))[1])
+    half = (
+        torch.randn(M, 8, dtype=dtype, requires_grad=True),
+        torch.randn(6, 12, 8, dtype=dtype, requires_grad=True),
+    )
+    full = [tensor.detach().float().requires_grad_() for tensor in half]
+    probe = torch.randn(M, 12)
+    shapes = set()
+    product = torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, **out: (shapes.add((a.shape, b.shape)), product(a, b, **out))[1]
+    )
     y = _grouped_linear(*half, counts)
     found = torch.autograd.grad(y, half, probe.to(dtype))
     assert shapes and all(size % 32 == 0 for a, b in shapes for size in {*a, *b} - {8, 12})
@@ -145,11 +201,13 @@ def test_grouped_product_in_half_precision_rounds_the_blocks_up(counts, dtype, m
 def test_second_derivatives():
     torch.manual_seed(0)
     counts = torch.tensor([2, 0, 3])
-    x, weight = torch.randn(5, 3).double().requires_grad_(), torch.randn(3, 2, 3).double().requires_grad_()
+    x = torch.randn(5, 3).double().requires_grad_()
+    weight = torch.randn(3, 2, 3).double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
     dy = torch.randn(5, 2).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda dy, x: _grouped_outer(dy, x, counts, x.dtype), (dy, x))
-    moe, tokens = random_moe(3, 4, **SMALL).double(), torch.randn(6, 3).double().requires_grad_()
+    moe = random_moe(3, 4, **SMALL).double()
+    tokens = torch.randn(6, 3).double().requires_grad_()
     (slope,) = torch.autograd.grad(moe(tokens)[0].square().sum(), tokens, create_graph=True)
     slope.square().sum().backward()  # a penalty on the gradient reaches the experts
     assert moe.experts.up_proj.grad.abs().sum() > 0
@@ -158,10 +216,15 @@ def test_second_derivatives():
 def test_pytorchs_counter_sees_the_experts():
     from torch.utils.flop_counter import FlopCounterMode
 
-    N, C, inner, E, k = 10, 6, 8, 4, 2
+    N = 10
+    C = 6
+    inner = 8
+    E = 4
+    k = 2
     forward = N * (2 * E * C + 2 * k * 3 * C * inner)
     for device in ("cpu", "meta"):
-        moe, x = MoE(C, inner, num_experts=E, top_k=k).to(device), torch.ones(N, C, device=device, requires_grad=True)
+        moe = MoE(C, inner, num_experts=E, top_k=k).to(device)
+        x = torch.ones(N, C, device=device, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             y, _ = moe(x)
             assert counter.get_total_flops() == forward
@@ -170,28 +233,43 @@ def test_pytorchs_counter_sees_the_experts():
 
 
 def test_a_layer_without_memory_has_shapes():
-    moe, x = MoE(6, 8, **SMALL, shared_expert_intermediate_size=5).to("meta"), torch.empty(2, 3, 6, device="meta")
+    moe = MoE(6, 8, **SMALL, shared_expert_intermediate_size=5).to("meta")
+    x = torch.empty(2, 3, 6, device="meta")
     y, stats = moe(x)
-    assert y.is_meta and y.shape == x.shape and stats.tokens_per_expert.shape == (4,) and stats.aux_loss.shape == ()
+    assert (
+        y.is_meta
+        and y.shape == x.shape
+        and stats.tokens_per_expert.shape == (4,)
+        and stats.aux_loss.shape == ()
+    )
     with torch.autocast("cpu", torch.bfloat16):  # that of another device
         assert moe(x)[0].dtype == torch.float32
 
 
 def test_operators_are_registered_right():
     counts = torch.tensor([3, 0, 4, 0])
-    x, weight = torch.randn(7, 5, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
+    x = torch.randn(7, 5, requires_grad=True)
+    weight = torch.randn(4, 3, 5, requires_grad=True)
     torch.library.opcheck(_grouped_linear, (x, weight, counts))
-    torch.library.opcheck(_grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts, torch.float32))
+    torch.library.opcheck(
+        _grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts, torch.float32)
+    )
 
 
 def test_grouped_product_equals_pytorchs():
     torch.manual_seed(0)
     counts = torch.tensor([3, 0, 5])
-    tensors = x, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
-    theirs, ours = F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32)), _grouped_linear(x, weight, counts)
+    tensors = x, weight = (
+        torch.randn(8, 16, requires_grad=True),
+        torch.randn(3, 24, 16, requires_grad=True),
+    )
+    theirs = F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
+    ours = _grouped_linear(x, weight, counts)
     assert_close(ours, theirs)
     probe = torch.randn(8, 24)
-    assert_close(torch.autograd.grad(ours, tensors, probe), torch.autograd.grad(theirs, tensors, probe))
+    assert_close(
+        torch.autograd.grad(ours, tensors, probe), torch.autograd.grad(theirs, tensors, probe)
+    )
 
 
 def test_counts_that_do_not_cover_the_rows_are_refused():
@@ -208,10 +286,25 @@ def hugging_face_block(family, **options):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     if family == "mixtral":
-        return MixtralSparseMoeBlock(MixtralConfig(hidden_size=12, intermediate_size=20, num_local_experts=5,
-                                                   num_experts_per_tok=2, num_attention_heads=2))  # fmt: skip
-    return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(hidden_size=12, moe_intermediate_size=20, num_experts=5,
-                                                 num_experts_per_tok=3, num_attention_heads=2, **options))  # fmt: skip
+        return MixtralSparseMoeBlock(
+            MixtralConfig(
+                hidden_size=12,
+                intermediate_size=20,
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                num_attention_heads=2,
+            )
+        )
+    return Qwen3MoeSparseMoeBlock(
+        Qwen3MoeConfig(
+            hidden_size=12,
+            moe_intermediate_size=20,
+            num_experts=5,
+            num_experts_per_tok=3,
+            num_attention_heads=2,
+            **options,
+        )
+    )
 
 
 @pytest.mark.parametrize("family, norm", [("mixtral", True), ("qwen3", True), ("qwen3", False)])
@@ -223,9 +316,15 @@ def test_equals_hugging_face(family, norm):
     state = theirs.state_dict()
     gate_proj, up_proj = state["experts.gate_up_proj"].chunk(2, dim=1)
     ours = MoE(12, 20, num_experts=5, top_k=theirs.gate.top_k, norm_topk_prob=norm)
-    ours.load_state_dict({"gate.weight": state["gate.weight"], "gate.expert_bias": torch.zeros(5),
-                          "experts.gate_proj": gate_proj, "experts.up_proj": up_proj,
-                          "experts.down_proj": state["experts.down_proj"]})  # fmt: skip
+    ours.load_state_dict(
+        {
+            "gate.weight": state["gate.weight"],
+            "gate.expert_bias": torch.zeros(5),
+            "experts.gate_proj": gate_proj,
+            "experts.up_proj": up_proj,
+            "experts.down_proj": state["experts.down_proj"],
+        }
+    )
     x = torch.randn(2, 9, 12)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     outputs = [ours(inputs[0])[0], theirs(inputs[1])]
@@ -235,10 +334,15 @@ def test_equals_hugging_face(family, norm):
         (y * probe).sum().backward()
     assert_close(inputs[0].grad, inputs[1].grad, atol=1e-4, rtol=1e-4)
     assert_close(ours.gate.weight.grad, theirs.gate.weight.grad, atol=1e-4, rtol=1e-4)
-    assert_close(torch.cat((ours.experts.gate_proj.grad, ours.experts.up_proj.grad), dim=1), theirs.experts.gate_up_proj.grad,
-                 atol=1e-4, rtol=1e-4)  # fmt: skip
+    assert_close(
+        torch.cat((ours.experts.gate_proj.grad, ours.experts.up_proj.grad), dim=1),
+        theirs.experts.gate_up_proj.grad,
+        atol=1e-4,
+        rtol=1e-4,
+    )
     swapped = copy.deepcopy(ours)
-    swapped.experts.gate_proj, swapped.experts.up_proj = ours.experts.up_proj, ours.experts.gate_proj
+    swapped.experts.gate_proj = ours.experts.up_proj
+    swapped.experts.up_proj = ours.experts.gate_proj
     other = copy.deepcopy(ours)
     other.gate.norm_topk_prob = not norm
     for wrong in (swapped, other):
@@ -259,13 +363,32 @@ def test_load_balancing_loss_is_that_of_hugging_face(k):
 def test_the_published_totals_of_the_chapter():
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    mixtral = MixtralConfig(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                            num_attention_heads=32, num_key_value_heads=8, num_local_experts=8)  # fmt: skip
-    qwen3 = Qwen3MoeConfig(vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, head_dim=128,
-                           num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)  # fmt: skip
+    mixtral = MixtralConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
+    qwen3 = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        head_dim=128,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
     with torch.device("meta"):
         models = MixtralForCausalLM(mixtral), Qwen3MoeForCausalLM(qwen3)
-    assert [sum(p.numel() for p in model.parameters()) for model in models] == [46_702_792_704, 30_532_122_624]
+    assert [sum(p.numel() for p in model.parameters()) for model in models] == [
+        46_702_792_704,
+        30_532_122_624,
+    ]
 
 
 # ---------------------------------------------------------------- losses
@@ -273,7 +396,9 @@ def test_the_published_totals_of_the_chapter():
 
 def test_losses_by_hand():
     p = torch.tensor([[0.6, 0.4]]).expand(4, 2)
-    assert_close(load_balancing_loss(p.log(), torch.tensor([[0], [0], [0], [1]])), torch.tensor(1.1))
+    assert_close(
+        load_balancing_loss(p.log(), torch.tensor([[0], [0], [0], [1]])), torch.tensor(1.1)
+    )
     for E, k in ((4, 1), (8, 2), (8, 8)):
         collapsed = torch.arange(k).expand(9, k)
         sure = torch.full((9, E), -60.0)
@@ -281,7 +406,11 @@ def test_losses_by_hand():
         assert_close(load_balancing_loss(sure, collapsed), torch.tensor(E / k))
         assert_close(load_balancing_loss(torch.zeros(9, E), collapsed), torch.tensor(1.0))
     assert_close(router_z_loss(torch.zeros(3, 2) + 10), torch.tensor((10 + math.log(2)) ** 2))
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         logits = torch.zeros(3, 2, dtype=dtype)
         assert load_balancing_loss(logits, torch.zeros(3, 1, dtype=torch.long)).dtype == expected
         assert router_z_loss(logits).dtype == expected
@@ -289,9 +418,12 @@ def test_losses_by_hand():
 
 def test_coefficients_weigh_the_losses():
     torch.manual_seed(0)
-    moe, x = random_moe(6, 8, **SMALL, router_aux_loss_coef=0.3, router_z_loss_coef=0.7), torch.randn(11, 6)
+    moe = random_moe(6, 8, **SMALL, router_aux_loss_coef=0.3, router_z_loss_coef=0.7)
+    x = torch.randn(11, 6)
     routing = moe.gate(x)
-    expected = 0.3 * load_balancing_loss(routing.logits, routing.expert_index) + 0.7 * router_z_loss(routing.logits)
+    expected = 0.3 * load_balancing_loss(
+        routing.logits, routing.expert_index
+    ) + 0.7 * router_z_loss(routing.logits)
     assert_close(moe(x)[1].aux_loss, expected)
     assert MoE(6, 8, **SMALL, router_aux_loss_coef=0.0)(x)[1].aux_loss == 0
     z = MoE(6, 8, **SMALL, router_aux_loss_coef=0.0, router_z_loss_coef=1.0)
@@ -301,8 +433,10 @@ def test_coefficients_weigh_the_losses():
 
 def test_a_loss_that_is_off_cannot_spoil_the_others():
     torch.manual_seed(0)
-    moe, x = random_moe(6, 8, **SMALL), torch.randn(11, 6)
-    aux_loss = moe(x * 1e21)[1].aux_loss  # the square of such a log-sum-exp is inf in float32, and 0 * inf is NaN
+    moe = random_moe(6, 8, **SMALL)
+    x = torch.randn(11, 6)
+    # the square of such a log-sum-exp is inf in float32, and 0 * inf is NaN
+    aux_loss = moe(x * 1e21)[1].aux_loss
     assert aux_loss.isfinite() and router_z_loss(moe.gate(x * 1e21).logits).isinf()
     aux_loss.backward()
     assert moe.gate.weight.grad.isfinite().all()
@@ -312,10 +446,18 @@ def test_a_loss_that_is_off_cannot_spoil_the_others():
 
 def test_losses_refuse_other_types():
     index = torch.zeros(6, 1)
-    for logits, wrong in ((torch.zeros(6, 4), index), (torch.zeros(6, 4), index.int()), (torch.zeros(6, 4).long(), index.long())):
+    for logits, wrong in (
+        (torch.zeros(6, 4), index),
+        (torch.zeros(6, 4), index.int()),
+        (torch.zeros(6, 4).long(), index.long()),
+    ):
         with pytest.raises(ValueError, match="expected a floating-point type and int64"):
             load_balancing_loss(logits, wrong)
-    for logits in (torch.zeros(6, 0), torch.zeros(6, 4, dtype=torch.bool), torch.zeros(6, 4).long()):
+    for logits in (
+        torch.zeros(6, 0),
+        torch.zeros(6, 4, dtype=torch.bool),
+        torch.zeros(6, 4).long(),
+    ):
         with pytest.raises(ValueError, match=r"must be \(N, E\), of a floating-point type"):
             router_z_loss(logits)
 
@@ -334,7 +476,8 @@ def test_losses_refuse_unflattened_logits():
 
 def test_bias_acts_on_the_choice_alone():
     torch.manual_seed(0)
-    gate, x = Router(6, 4, top_k=2), torch.randn(50, 6) * 50
+    gate = Router(6, 4, top_k=2)
+    x = torch.randn(50, 6) * 50
     free = gate(x)
     gate.expert_bias += 2.5  # a common shift
     assert torch.equal(gate(x).expert_index, free.expert_index)
@@ -389,7 +532,10 @@ def test_bias_keeps_its_digits_in_a_converted_model(convert):
     assert torch.equal(again.expert_bias, gate.expert_bias)
     with torch.device("meta"):
         empty = Router(8, 4, top_k=1).to(convert)
-    assert empty.expert_bias.is_meta and empty.to_empty(device="cpu").expert_bias.dtype == torch.float32
+    assert (
+        empty.expert_bias.is_meta
+        and empty.to_empty(device="cpu").expert_bias.dtype == torch.float32
+    )
 
 
 def test_loads_that_differ_by_little_are_told_apart():
@@ -399,7 +545,8 @@ def test_loads_that_differ_by_little_are_told_apart():
         assert gate.expert_bias.sign().tolist() == [1, 1, -1, -1]
         gate.update_bias(torch.tensor([70000, 10, 10, 10]), rate=1.0)  # beyond float16
         assert gate.expert_bias.sign().tolist() == [-1, 1, 1, 1]
-        gate.update_bias(torch.tensor([2**40 + 1, 2**40, 2**40, 2**40]), rate=9.0)  # beyond float32's whole numbers
+        # beyond float32's whole numbers
+        gate.update_bias(torch.tensor([2**40 + 1, 2**40, 2**40, 2**40]), rate=9.0)
         assert gate.expert_bias.sign().tolist() == [-1, 1, 1, 1] and gate.expert_bias[0] < -9
 
 
@@ -413,7 +560,8 @@ def test_loads_that_are_no_counts_are_refused(load):
 
 def test_bias_evens_the_load_of_a_router_that_prefers_one_expert():
     torch.manual_seed(0)
-    gate, x = Router(4, 8, top_k=2), torch.randn(400, 4)
+    gate = Router(4, 8, top_k=2)
+    x = torch.randn(400, 4)
     gate.weight.data[0] += x.mean(0) + 0.5
     load = lambda: torch.bincount(gate(x).expert_index.flatten(), minlength=8)  # noqa: E731
     before = load().max().item()
@@ -430,11 +578,15 @@ def test_one_expert_with_scaled_weights_leaves_the_router_without_gradient():
 
 
 def test_ties():
-    moe, x = random_moe(6, 8, num_experts=5, top_k=3), torch.zeros(7, 6)
+    moe = random_moe(6, 8, num_experts=5, top_k=3)
+    x = torch.zeros(7, 6)
     routing = moe.gate(x)
-    assert all(len(set(row)) == 3 for row in routing.expert_index.tolist())  # three different experts
+    # three different experts
+    assert all(len(set(row)) == 3 for row in routing.expert_index.tolist())
     assert_close(routing.weights, torch.full((7, 3), 1 / 3))
-    assert moe(x)[0].isfinite().all() and torch.equal(routing.expert_index, moe.gate(x).expert_index)
+    assert moe(x)[0].isfinite().all() and torch.equal(
+        routing.expert_index, moe.gate(x).expert_index
+    )
 
 
 # ---------------------------------------------------------------- edges of the layer
@@ -456,12 +608,19 @@ def test_idle_experts_get_zero_gradients():
     moe = random_moe(6, 8, **SMALL)
     moe(torch.randn(6))[0].sum().backward()  # one token without a batch: two experts work
     for name, stack in moe.experts.named_parameters():
-        assert sorted((stack.grad.abs().sum((1, 2)) > 0).tolist()) == [False, False, True, True], name
+        assert sorted((stack.grad.abs().sum((1, 2)) > 0).tolist()) == [
+            False,
+            False,
+            True,
+            True,
+        ], name
 
 
 def test_each_token_alone():
     torch.manual_seed(0)
-    moe, x, order = random_moe(6, 8, **SMALL), torch.randn(1, 12, 6), torch.randperm(12)
+    moe = random_moe(6, 8, **SMALL)
+    x = torch.randn(1, 12, 6)
+    order = torch.randperm(12)
     assert_close(moe(x[:, order])[0], moe(x)[0][:, order], atol=1e-5, rtol=1e-5)
     spoiled = x.clone()
     spoiled[0, 5] = math.nan
@@ -470,7 +629,8 @@ def test_each_token_alone():
 
 def test_not_contiguous_and_the_same_twice():
     torch.manual_seed(0)
-    moe, x = random_moe(6, 8, **SMALL), torch.randn(3, 5, 6)
+    moe = random_moe(6, 8, **SMALL)
+    x = torch.randn(3, 5, 6)
     turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert not turned.is_contiguous()
     assert_close(moe(turned)[0], moe(x)[0])
@@ -486,20 +646,27 @@ def test_not_contiguous_and_the_same_twice():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_float_types(dtype):
     torch.manual_seed(0)
-    moe, x = random_moe(6, 10, **SMALL, scale=0.3, shared_expert_intermediate_size=4), torch.randn(30, 6)
-    low, inputs = copy.deepcopy(moe).to(dtype), x.to(dtype).requires_grad_()
+    moe = random_moe(6, 10, **SMALL, scale=0.3, shared_expert_intermediate_size=4)
+    x = torch.randn(30, 6)
+    low = copy.deepcopy(moe).to(dtype)
+    inputs = x.to(dtype).requires_grad_()
     y, stats = low(inputs)
     assert y.dtype == dtype and stats.aux_loss.dtype == torch.promote_types(dtype, torch.float32)
     (y.sum() + stats.aux_loss).backward()
-    assert inputs.grad.dtype == dtype and all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in low.parameters())
-    expected = by_definition(low.float(), inputs.detach().float(), low.gate(inputs.detach().float()).expert_index)
+    assert inputs.grad.dtype == dtype and all(
+        p.grad.dtype == dtype and p.grad.isfinite().all() for p in low.parameters()
+    )
+    expected = by_definition(
+        low.float(), inputs.detach().float(), low.gate(inputs.detach().float()).expert_index
+    )
     tolerance = {torch.float16: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 1e-5)
     assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_float64_is_not_rounded_inside():
     torch.manual_seed(0)
-    moe, x = random_moe(6, 8, **SMALL).double(), torch.randn(9, 6, dtype=torch.float64)
+    moe = random_moe(6, 8, **SMALL).double()
+    x = torch.randn(9, 6, dtype=torch.float64)
     nn.init.normal_(moe.gate.weight)  # anew, with all the digits of float64
     exact = by_definition(moe, x, moe.gate(x).expert_index)
     assert (moe(x)[0] - exact).abs().max() < 1e-12
@@ -510,24 +677,31 @@ def test_float64_is_not_rounded_inside():
 @pytest.mark.parametrize("use_glu", [True, False])
 def test_autocast_gives_the_dtype_of_an_mlp(use_glu):
     torch.manual_seed(0)
-    moe, x = random_moe(8, 16, **SMALL, use_glu=use_glu, scale=0.3, shared_expert_intermediate_size=4), torch.randn(20, 8)
+    moe = random_moe(8, 16, **SMALL, use_glu=use_glu, scale=0.3, shared_expert_intermediate_size=4)
+    x = torch.randn(20, 8)
     with torch.autocast("cpu", torch.bfloat16):
         y, stats = moe(x)
-        assert y.dtype == MLP(8, 16)(x).dtype == torch.bfloat16 and stats.aux_loss.dtype == torch.float32
+        assert (
+            y.dtype == MLP(8, 16)(x).dtype == torch.bfloat16
+            and stats.aux_loss.dtype == torch.float32
+        )
         assert torch.equal(moe.gate(x).logits, F.linear(x, moe.gate.weight).float()) is False
         double = copy.deepcopy(moe).double()
         exact = double(x.double())[0]
     assert torch.equal(exact, double(x.double())[0])  # autocast leaves float64 alone
-    assert torch.equal(stats.tokens_per_expert, moe(x)[1].tokens_per_expert)  # the router stays in float32
+    # the router stays in float32
+    assert torch.equal(stats.tokens_per_expert, moe(x)[1].tokens_per_expert)
     assert_close(y.float(), moe(x)[0], atol=5e-2, rtol=5e-2)
     y.sum().backward()
 
 
 def test_dropout_acts_on_the_output_and_in_training_only():
     torch.manual_seed(0)
-    moe, x = random_moe(8, 16, **SMALL, dropout=0.5), torch.randn(1, 8).expand(2000, 8)
+    moe = random_moe(8, 16, **SMALL, dropout=0.5)
+    x = torch.randn(1, 8).expand(2000, 8)
     with torch.no_grad():
-        dropped, whole = moe(x)[0], moe.eval()(x)[0]
+        dropped = moe(x)[0]
+        whole = moe.eval()(x)[0]
     kept = dropped != 0
     assert abs(kept.float().mean() - 0.5) < 0.03
     assert_close(dropped[kept], 2 * whole[kept])
@@ -547,7 +721,10 @@ def test_experts_are_drawn_as_linear_layers():
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "3", None, True])
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_experts", "top_k", "shared_expert_intermediate_size"])
+@pytest.mark.parametrize(
+    "name",
+    ["hidden_size", "intermediate_size", "num_experts", "top_k", "shared_expert_intermediate_size"],
+)
 def test_wrong_sizes(name, value):
     if name == "shared_expert_intermediate_size" and value is None:
         return
@@ -588,7 +765,9 @@ def test_an_activation_in_a_list_is_refused():
         Experts(4, 6, 8, activation=["silu"])
 
 
-@pytest.mark.parametrize("x", [torch.ones(7, 5), torch.ones(6), torch.ones(2, 7, 6), torch.ones(7, 6, dtype=torch.long)])
+@pytest.mark.parametrize(
+    "x", [torch.ones(7, 5), torch.ones(6), torch.ones(2, 7, 6), torch.ones(7, 6, dtype=torch.long)]
+)
 def test_experts_and_router_refuse_another_x(x):
     with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(M, 6\)"):
         Experts(2, 6, 8)(x, torch.tensor([3, 4]))
@@ -605,7 +784,9 @@ def test_experts_refuse_other_counts(counts):
 def test_wrong_inputs():
     moe = MoE(6, 8, **SMALL)
     for x in (torch.randn(2, 5), torch.randn(()), torch.ones(2, 6, dtype=torch.long)):
-        with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(\.\.\., 6\)"):
+        with pytest.raises(
+            ValueError, match=r"expected floating-point numbers of shape \(\.\.\., 6\)"
+        ):
             moe(x)
     for dtype in (torch.bfloat16, torch.float64):
         with pytest.raises(ValueError, match="convert one, or use torch.autocast"):
@@ -614,7 +795,10 @@ def test_wrong_inputs():
 
 def test_it_prints_its_options():
     text = repr(MoE(6, 8, **SMALL))
-    assert "num_experts=4, top_k=2, norm_topk_prob=True" in text and "intermediate_size=8, activation=silu" in text
+    assert (
+        "num_experts=4, top_k=2, norm_topk_prob=True" in text
+        and "intermediate_size=8, activation=silu" in text
+    )
 
 
 # ---------------------------------------------------------------- compile, devices
@@ -623,15 +807,25 @@ def test_it_prints_its_options():
 def test_compiles_whole_and_trains_the_same():
     torch.manual_seed(0)
     moe = random_moe(6, 10, **SMALL, shared_expert_intermediate_size=4, router_z_loss_coef=0.1)
-    compiled, probe = torch.compile(moe, fullgraph=True, dynamic=False), torch.randn(2, 9, 6)
+    compiled = torch.compile(moe, fullgraph=True, dynamic=False)
+    probe = torch.randn(2, 9, 6)
     for _ in range(2):  # other tokens, other loads, the same program
-        x, results = torch.randn(2, 9, 6), []
+        x = torch.randn(2, 9, 6)
+        results = []
         for layer in (moe, compiled):
             moe.zero_grad()
             inputs = x.clone().requires_grad_()
             y, stats = layer(inputs)
             ((y * probe).sum() + stats.aux_loss).backward()
-            results.append([y, stats.aux_loss, stats.tokens_per_expert, inputs.grad, *(p.grad.clone() for p in moe.parameters())])
+            results.append(
+                [
+                    y,
+                    stats.aux_loss,
+                    stats.tokens_per_expert,
+                    inputs.grad,
+                    *(p.grad.clone() for p in moe.parameters()),
+                ]
+            )
         assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
@@ -642,7 +836,8 @@ ACCELERATED = torch.cuda.is_available() or torch.backends.mps.is_available()
 def test_an_accelerator_agrees_with_the_cpu():
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "mps"
-    moe, x = random_moe(16, 24, **SMALL, shared_expert_intermediate_size=8), torch.randn(3, 11, 16)
+    moe = random_moe(16, 24, **SMALL, shared_expert_intermediate_size=8)
+    x = torch.randn(3, 11, 16)
     there = copy.deepcopy(moe).to(device)
     for layer, inputs in ((moe, x), (there, x.to(device))):
         y, stats = layer(inputs)

@@ -39,7 +39,9 @@ def test_the_logger_is_silent_on_other_ranks_and_keeps_a_file(tmp_path, capsys):
     Logger(rank=1, file=tmp_path / "log").warning("nobody hears")
     Logger(file=tmp_path / "log").warning("low ink")
     assert capsys.readouterr().err == "warning: low ink\n"
-    assert (tmp_path / "log").read_text().endswith(" warning: low ink\n") and "nobody" not in (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().endswith(" warning: low ink\n") and "nobody" not in (
+        tmp_path / "log"
+    ).read_text()
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("first", [0, 1, 3], ids=["from the start", "resumed", "resumed late"])
 def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock, first):
-    """Each row is of its own steps: of the one that is left where a run resumes between two rows, and never of earlier ones."""
+    """Each row is of its own steps: of the one that is left where a run resumes between two rows,
+    and never of earlier ones.
+    """
     config = ModelConfig(vocab_size=64, **SMALL)
     model = DecoderModel(config)
     engine = SimpleNamespace(
@@ -62,12 +66,14 @@ def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock, fir
         model=model,
         config=Config(data=DataConfig(sequence_length=16)),
     )
-    monitor, rows = PerformanceMonitor(log_interval=2, peak_flops=1e9), []
+    monitor = PerformanceMonitor(log_interval=2, peak_flops=1e9)
+    rows = []
     monitor.on_train_start(engine)
     for step in range(first + 1, 7):
         clock.seconds += 0.5
         engine.data_seconds += 0.1
-        engine.state.step, engine.state.targets = step, step * 100
+        engine.state.step = step
+        engine.state.targets = step * 100
         metrics: dict = {}
         if step == 2:  # validation takes ten seconds; the row is due in the same step
             monitor.on_validation_start(engine)
@@ -78,7 +84,9 @@ def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock, fir
     assert len(rows) == (3 - first // 2)
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(100 / 0.5)
-        assert row["step_seconds"] == pytest.approx(0.5) and row["data_seconds"] == pytest.approx(0.1)
+        assert row["step_seconds"] == pytest.approx(0.5) and row["data_seconds"] == pytest.approx(
+            0.1
+        )
         assert row["mfu"] == pytest.approx(200 * flops_per_token(config, 16).training / 1e9)
         assert row["peak_memory_gb"] > 0.05
 
@@ -93,13 +101,22 @@ def test_the_ceiling_and_the_memory_are_of_this_machine():
 STATUS = Path("/proc/self/status")
 
 
-@pytest.mark.skipif(not (STATUS.exists() and "VmHWM" in STATUS.read_text()), reason="this kernel does not say the peak")
+@pytest.mark.skipif(
+    not (STATUS.exists() and "VmHWM" in STATUS.read_text()),
+    reason="this kernel does not say the peak",
+)
 def test_the_memory_is_that_of_this_process_and_not_of_the_one_that_started_it():
     held = bytearray(300_000_000)
-    names = "from __future__ import annotations\nimport re, sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+    names = (
+        "from __future__ import annotations\nimport re, sys\nfrom pathlib import Path\nfrom types"
+        " import SimpleNamespace\n"
+    )
     call = "print(peak_memory_bytes(SimpleNamespace(type='cpu')))"
-    program = names + inspect.getsource(peak_memory_bytes) + call  # without torch, the process is small
-    child = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    # without torch, the process is small
+    program = names + inspect.getsource(peak_memory_bytes) + call
+    child = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert 10**6 < int(child.stdout) < 10**8 < len(held) < peak_memory_bytes(torch.device("cpu"))
 
 
@@ -107,24 +124,32 @@ def test_where_the_kernel_does_not_say_the_peak_the_system_is_asked(monkeypatch)
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(monitoring.Path, "read_text", lambda path: "Name: python\n")
     unit = 1 if sys.platform == "darwin" else 1024
-    assert peak_memory_bytes(torch.device("cpu")) == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    assert (
+        peak_memory_bytes(torch.device("cpu"))
+        == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    )
 
 
 @pytest.mark.parametrize("first", [0.01, 0.3], ids=["warm", "cold"])
 def test_the_first_product_is_not_the_ceiling(clock, monkeypatch, first):
-    seconds, product = iter([first] + [0.01] * 1000), torch.Tensor.__matmul__
+    seconds = iter([first] + [0.01] * 1000)
+    product = torch.Tensor.__matmul__
 
     def slow_product(a, b):
         clock.seconds += next(seconds)
         return product(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", slow_product)
-    assert matmul_flops(torch.device("cpu"), torch.float32, size=8) == pytest.approx(2 * 8**3 / 0.01)
+    assert matmul_flops(torch.device("cpu"), torch.float32, size=8) == pytest.approx(
+        2 * 8**3 / 0.01
+    )
 
 
 def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
     """Products of 1, 3 and 2 s on a device that runs ahead: to launch takes nothing, to read waits."""
-    seconds, product, item = iter([1.0, 1.0, 3.0, 2.0]), torch.Tensor.__matmul__, torch.Tensor.item
+    seconds = iter([1.0, 1.0, 3.0, 2.0])
+    product = torch.Tensor.__matmul__
+    item = torch.Tensor.item
     pending = []
 
     def launch(a, b):
@@ -138,23 +163,37 @@ def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", launch)
     monkeypatch.setattr(torch.Tensor, "item", read)
-    assert matmul_flops(torch.device("cpu"), torch.float32, size=8, seconds=6) == pytest.approx(2 * 8**3)
+    assert matmul_flops(torch.device("cpu"), torch.float32, size=8, seconds=6) == pytest.approx(
+        2 * 8**3
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_memory_and_the_flops_are_those_of_the_configuration(monkeypatch, precision, checkpointing):
+def test_the_memory_and_the_flops_are_those_of_the_configuration(
+    monkeypatch, precision, checkpointing
+):
     monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
-    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: StepCost(0.02, 0.001, 0.0, 0))
-    training = dict(batch_size=4, gradient_accumulation_steps=2, activation_checkpointing=checkpointing, precision=precision)
+    monkeypatch.setattr(
+        monitoring, "measure_step", lambda config, steps=3: StepCost(0.02, 0.001, 0.0, 0)
+    )
+    training = dict(
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        activation_checkpointing=checkpointing,
+        precision=precision,
+    )
     config = Config(
         model=ModelConfig(**SMALL),
         data=DataConfig(vocab_size=300, sequence_length=32),
         training=TrainingConfig(max_steps=20, eval_interval=5, device="cpu", **training),
     )
-    cost, model = estimate_run(config), ModelConfig(vocab_size=300, **SMALL)
+    cost = estimate_run(config)
+    model = ModelConfig(vocab_size=300, **SMALL)
     half = precision == "bf16"
-    options = dict(activation_checkpointing=checkpointing, mixed_precision=half, on_bf16_cpu=half and _BF16_CPU)
+    options = dict(
+        activation_checkpointing=checkpointing, mixed_precision=half, on_bf16_cpu=half and _BF16_CPU
+    )
     assert cost.memory == training_memory(model, 4, 32, **options)
     assert cost.memory != training_memory(model, 8, 32, **options)
     assert cost.flops == flops_per_token(model, 32).training
@@ -180,8 +219,14 @@ def test_estimate_prints_small_numbers_in_small_units(capsys, monkeypatch, size,
     )
     monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
     assert estimate_command([]) == 0
-    lines = dict((line[:16].rstrip(), line[16:36].strip()) for line in capsys.readouterr().out.splitlines())
-    found = [value for name, value in lines.items() if name == "process" or name.startswith(("step on", "the whole run"))]
+    lines = dict(
+        (line[:16].rstrip(), line[16:36].strip()) for line in capsys.readouterr().out.splitlines()
+    )
+    found = [
+        value
+        for name, value in lines.items()
+        if name == "process" or name.startswith(("step on", "the whole run"))
+    ]
     assert tuple(found) == words, lines
 
 
@@ -196,8 +241,13 @@ def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):
         validation_steps=1.0,
     )
     monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
-    for device, words in (("cuda", "tensors on the accelerator alone"), ("cpu", "with what PyTorch itself takes")):
-        monkeypatch.setattr(monitoring, "resolve_device", lambda _, device=device: torch.device(device))
+    for device, words in (
+        ("cuda", "tensors on the accelerator alone"),
+        ("cpu", "with what PyTorch itself takes"),
+    ):
+        monkeypatch.setattr(
+            monitoring, "resolve_device", lambda _, device=device: torch.device(device)
+        )
         assert estimate_command([]) == 0
         assert f"1.00 GB   measured at its peak, {words}" in capsys.readouterr().out
 
@@ -206,19 +256,32 @@ def test_a_measured_step_takes_the_time_that_steps_take():
     config = Config(
         model=ModelConfig(**SMALL),
         data=DataConfig(vocab_size=300, sequence_length=32),
-        training=TrainingConfig(max_epochs=3, batch_size=4, gradient_accumulation_steps=2, precision="fp32", device="cpu"),
+        training=TrainingConfig(
+            max_epochs=3,
+            batch_size=4,
+            gradient_accumulation_steps=2,
+            precision="fp32",
+            device="cpu",
+        ),
     )
     start = time.perf_counter()
     cost = measure_step(config, steps=2)
-    assert 0 < 2 * (cost.seconds + 4 * cost.validation_row_seconds) < time.perf_counter() - start and cost.process_bytes > 0
+    assert (
+        0 < 2 * (cost.seconds + 4 * cost.validation_row_seconds) < time.perf_counter() - start
+        and cost.process_bytes > 0
+    )
     assert cost.validation_row_seconds > 0
 
 
 def test_the_clock_takes_the_medians_of_warm_steps_and_of_warm_validations(clock, monkeypatch):
-    seconds = {"train_step": [9.0, 0.2, 0.2, 7.0, 0.2, 0.2], "validation_step": [99.0, 50.0, 88.0, 50.0, 50.0, 50.0]}
+    seconds = {
+        "train_step": [9.0, 0.2, 0.2, 7.0, 0.2, 0.2],
+        "validation_step": [99.0, 50.0, 88.0, 50.0, 50.0, 50.0],
+    }
 
     def slow(name):  # the first is slow, and one was disturbed
-        real, times = getattr(LanguageModelingTask, name), iter(seconds[name])
+        real = getattr(LanguageModelingTask, name)
+        times = iter(seconds[name])
 
         def step(task, model, batch):
             clock.seconds += next(times)
@@ -231,10 +294,18 @@ def test_the_clock_takes_the_medians_of_warm_steps_and_of_warm_validations(clock
     config = Config(
         model=ModelConfig(**SMALL),
         data=DataConfig(vocab_size=50, sequence_length=8),
-        training=TrainingConfig(max_tokens=10**9, batch_size=2, eval_interval=1, patience=1, precision="fp32", device="cpu"),
+        training=TrainingConfig(
+            max_tokens=10**9,
+            batch_size=2,
+            eval_interval=1,
+            patience=1,
+            precision="fp32",
+            device="cpu",
+        ),
     )
     cost = measure_step(config, steps=5)
-    # After the 2nd, 4th and 6th step two batches of two rows are validated: 149, 138 and 100 seconds.
+    # After the 2nd, 4th and 6th step two batches of two rows are validated: 149, 138 and 100
+    # seconds.
     assert cost[:3] == pytest.approx((0.2, 119 / 4, 8.8 + 149 - 119))
     with pytest.raises(ValueError, match="steps=0 must be at least 1"):
         measure_step(config, steps=0)
@@ -248,7 +319,9 @@ def test_random_tokens_have_the_shape_of_the_run():
     data = RandomTokens(config, num_batches=4)
     data.setup()
     batches = list(data.train_dataloader(epoch=0))
-    assert len(batches) == 4 and all(batch["input_ids"].shape == batch["document_ids"].shape == (3, 16) for batch in batches)
+    assert len(batches) == 4 and all(
+        batch["input_ids"].shape == batch["document_ids"].shape == (3, 16) for batch in batches
+    )
     assert batches[0]["input_ids"].max() < 7 and len(data.val_dataset) == 3
 
 
@@ -276,8 +349,11 @@ def test_a_slow_loader_is_found():
 
     for data in (SlowData, RandomTokens):
         callbacks = [PerformanceMonitor(log_interval=4), Keep()]
-        TrainingEngine(config, LanguageModelingTask(config), data(config, num_batches=4), callbacks).run()
-    slow, sound = rows[3], rows[7]
+        TrainingEngine(
+            config, LanguageModelingTask(config), data(config, num_batches=4), callbacks
+        ).run()
+    slow = rows[3]
+    sound = rows[7]
     assert slow["step_seconds"] > slow["data_seconds"] >= 0.05 > sound["data_seconds"]
 
 
@@ -291,22 +367,42 @@ def test_a_monitor_refuses_what_it_cannot_divide_by():
 @pytest.fixture
 def text(tmp_path):
     generator = random.Random(0)
-    words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 7))) for _ in range(300)]
+    words = [
+        "".join(generator.choices("abcdefghij", k=generator.randint(2, 7))) for _ in range(300)
+    ]
     for index in range(30):
         (tmp_path / f"{index}.txt").write_text(" ".join(generator.choices(words, k=200)))
     return str(tmp_path / "*.txt")
 
 
-WORDS = "--model.hidden_size 32 --model.num_layers 1 --model.num_heads 2 --data.vocab_size 300 --data.sequence_length 32"
-WORDS += " --training.device cpu --training.batch_size 4 --training.gradient_accumulation_steps 2 --data.files"
+WORDS = (
+    "--model.hidden_size 32 --model.num_layers 1 --model.num_heads 2 --data.vocab_size 300"
+    " --data.sequence_length 32"
+)
+WORDS += (
+    " --training.device cpu --training.batch_size 4 --training.gradient_accumulation_steps 2"
+    " --data.files"
+)
 
 
 def test_estimate_says_what_a_run_will_cost(capsys, text):
     assert estimate_command([*WORDS.split(), text, "--training.max_tokens", "2560"]) == 0
     out = capsys.readouterr().out
-    count = DecoderModel(ModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)).num_parameters()
-    assert f"{count:,d}" in out and "10 steps" in out and "2 x 4 rows of 32" in out and "measured at its peak" in out
-    assert estimate_command([*WORDS.split(), text, "--training.max_tokens", "2560", "--distributed.world_size", "2"]) == 0
+    count = DecoderModel(
+        ModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)
+    ).num_parameters()
+    assert (
+        f"{count:,d}" in out
+        and "10 steps" in out
+        and "2 x 4 rows of 32" in out
+        and "measured at its peak" in out
+    )
+    assert (
+        estimate_command(
+            [*WORDS.split(), text, "--training.max_tokens", "2560", "--distributed.world_size", "2"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "5 steps" in out and "512   2 x 4 rows of 32 in each of 2 processes" in out
     with pytest.raises(FileNotFoundError, match="nowhere"):
@@ -314,26 +410,37 @@ def test_estimate_says_what_a_run_will_cost(capsys, text):
 
 
 def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(monitoring, "measure_step", lambda config, steps=3: StepCost(0.5, 0.03, 7.0, 10**9))
+    monkeypatch.setattr(
+        monitoring, "measure_step", lambda config, steps=3: StepCost(0.5, 0.03, 7.0, 10**9)
+    )
     config = Config(
         run_dir=str(tmp_path / "run"),
         model=ModelConfig(**SMALL),
         data=DataConfig(files=[text], vocab_size=300, sequence_length=32, val_fraction=0.2),
-        training=TrainingConfig(max_epochs=3, batch_size=4, eval_interval=50, precision="fp32", device="cpu"),
+        training=TrainingConfig(
+            max_epochs=3, batch_size=4, eval_interval=50, precision="fp32", device="cpu"
+        ),
         distributed=DistributedConfig(world_size=2),
     )
     config.logging.progress = False
-    cost, data = estimate_run(config), LanguageModelingTask(config).build_data()
+    cost = estimate_run(config)
+    data = LanguageModelingTask(config).build_data()
     data.prepare_data()
     data.setup()
     steps = 3 * -(-len(data.train_dataset) // 8)
     assert cost.steps == pytest.approx(steps, rel=0.1)
-    assert cost.validation_steps == pytest.approx(-(-steps // 50) * len(data.val_dataset) / 2 * 0.03 / 0.5, rel=0.1)
-    assert cost.seconds == pytest.approx(7 + 0.5 * (cost.steps + cost.validation_steps)) and cost.process_bytes == 10**9
+    assert cost.validation_steps == pytest.approx(
+        -(-steps // 50) * len(data.val_dataset) / 2 * 0.03 / 0.5, rel=0.1
+    )
+    assert (
+        cost.seconds == pytest.approx(7 + 0.5 * (cost.steps + cost.validation_steps))
+        and cost.process_bytes == 10**9
+    )
 
 
 def test_doctor_says_that_the_cpu_agrees_with_itself(capsys, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # the compiler takes ten seconds
+    # the compiler takes ten seconds
+    monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
     assert doctor_command(["--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -350,7 +457,8 @@ def test_doctor_finds_a_compiler_that_computes_wrong(capsys, monkeypatch):
 def test_doctor_finds_wrong_attention(capsys, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
-    attention, calls = torch.nn.functional.scaled_dot_product_attention, []
+    attention = torch.nn.functional.scaled_dot_product_attention
+    calls = []
 
     def broken(*args, **options):  # from the second model on
         calls.append(1)
@@ -377,5 +485,8 @@ def test_doctor_finds_a_device_that_computes_wrong(capsys, monkeypatch):
     monkeypatch.setattr(monitoring, "check_device", wrong)
     assert doctor_command(["--device", "cpu"]) == 1
     out = capsys.readouterr().out
-    assert "does not work here, leave training.compile out: no compiler here" in out and "does not compute" in out
+    assert (
+        "does not work here, leave training.compile out: no compiler here" in out
+        and "does not compute" in out
+    )
     assert "and more" not in out

@@ -1,4 +1,5 @@
-"""Checkpoints in and out: every family against Hugging Face's own model, and every planted mistake found.
+"""Checkpoints in and out: every family against Hugging Face's own model, and every planted mistake
+found.
 
 `pytest -s` prints the largest difference of each family.
 """
@@ -27,7 +28,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_course.model import pretrained
 from llm_course.model.decoder import PRESETS, DecoderModel, ModelConfig
 from llm_course.model.embedding import RopeScaling
-from llm_course.model.families import CHANGES, FAMILIES, VALUES, Rule, read_config, rules, tensor_rules, write_config
+from llm_course.model.families import (
+    CHANGES,
+    FAMILIES,
+    VALUES,
+    Rule,
+    read_config,
+    rules,
+    tensor_rules,
+    write_config,
+)
 from llm_course.model.generation import generate
 from llm_course.model.pretrained import load_pretrained, pretrained_folder, save_pretrained
 from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer, SimpleCharacterTokenizer
@@ -41,11 +51,22 @@ SIZES = dict(
     max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=5e3
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+    rope_theta=5e3,
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-GEMMA = dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+GEMMA = dict(
+    head_dim=16,
+    sliding_window=8,
+    query_pre_attn_scalar=24,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-wide-untied": (
@@ -82,7 +103,8 @@ IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 def build(model_type, changes):
     """A model of transformers in which nothing is zero or one by accident."""
     default = AutoConfig.for_model(model_type)
-    sizes = {key: size for key, size in SIZES.items() if hasattr(default, key)}  # GPT-2 has no key for each
+    # GPT-2 has no key for each
+    sizes = {key: size for key, size in SIZES.items() if hasattr(default, key)}
     config = AutoConfig.for_model(model_type, **(sizes | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -95,7 +117,8 @@ def build(model_type, changes):
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
     """Make (model, folder) for a variant, once."""
-    made, root = {}, tmp_path_factory.mktemp("published")
+    made = {}
+    root = tmp_path_factory.mktemp("published")
 
     def get(variant):
         if variant not in made:
@@ -116,9 +139,13 @@ def rewrite(folder, target, weights=lambda state: state, **config):
     """A copy of a folder with other weights, and other keys in config.json (... takes a key out)."""
     target.mkdir()
     described = json.loads((folder / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps({k: v for k, v in described.items() if v is not ...}))
+    (target / "config.json").write_text(
+        json.dumps({k: v for k, v in described.items() if v is not ...})
+    )
     state = weights(load_file(folder / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, target / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, target / "model.safetensors"
+    )
     return target
 
 
@@ -132,16 +159,28 @@ def test_both_directions(variant, published, tmp_path):
     assert not ours.training
     model_type = VARIANTS[variant][0]
     written = save_pretrained(ours, tmp_path / "out", model_type=model_type, max_shard_size=16_000)
-    assert len(list(written.glob("model-*.safetensors"))) > 3 and (written / "model.safetensors.index.json").exists()
+    assert (
+        len(list(written.glob("model-*.safetensors"))) > 3
+        and (written / "model.safetensors.index.json").exists()
+    )
     index = json.loads((written / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == load_file(folder / "model.safetensors").keys()  # their names, to the letter
+    # their names, to the letter
+    assert index["weight_map"].keys() == load_file(folder / "model.safetensors").keys()
     back = AutoModelForCausalLM.from_pretrained(written, attn_implementation="eager").eval()
     assert type(back) is type(theirs)
     state = theirs.state_dict()
     for name, tensor in back.state_dict().items():
-        assert_close(tensor, state[name], atol=1e-7 if model_type == "gemma2" and "norm" in name else 0, rtol=0)
+        assert_close(
+            tensor,
+            state[name],
+            atol=1e-7 if model_type == "gemma2" and "norm" in name else 0,
+            rtol=0,
+        )
     again = load_pretrained(written)  # from the shards
-    assert all(torch.equal(a, b) or model_type == "gemma2" for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) or model_type == "gemma2"
+        for a, b in zip(again.parameters(), ours.parameters(), strict=True)
+    )
     with torch.no_grad():
         outward = (back(IDS).logits - theirs(IDS).logits).abs().max().item()
     inward = difference(ours, theirs)
@@ -150,7 +189,17 @@ def test_both_directions(variant, published, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant", ["gpt2", "llama-3", "mistral", "mixtral-window-three-of-five", "qwen2-window", "qwen3", "qwen3-moe", "gemma2"]
+    "variant",
+    [
+        "gpt2",
+        "llama-3",
+        "mistral",
+        "mixtral-window-three-of-five",
+        "qwen2-window",
+        "qwen3",
+        "qwen3-moe",
+        "gemma2",
+    ],
 )
 def test_greedy_texts_and_left_padding(variant, published):
     theirs, folder = published(variant)
@@ -173,18 +222,26 @@ def test_greedy_texts_and_left_padding(variant, published):
 def test_bfloat16_in_and_out(variant, published, tmp_path):
     theirs, folder = published(variant)
     ours = load_pretrained(folder, dtype=torch.bfloat16)
-    kinds = {parameter.dtype for name, parameter in ours.named_parameters() if not (variant == "gemma2" and "norm" in name)}
+    kinds = {
+        parameter.dtype
+        for name, parameter in ours.named_parameters()
+        if not (variant == "gemma2" and "norm" in name)
+    }
     assert kinds == {torch.bfloat16}
     with torch.no_grad():
         expected = theirs(IDS).logits
-        error = (ours(IDS).logits.float() - expected).abs().median()  # not the largest: a router may choose another expert
+        # not the largest: a router may choose another expert
+        error = (ours(IDS).logits.float() - expected).abs().median()
     assert 0 < error < 0.03 * expected.std()
     written = save_pretrained(ours, tmp_path / "half")
     assert json.loads((written / "config.json").read_text())["torch_dtype"] == "bfloat16"
     back = AutoModelForCausalLM.from_pretrained(written, attn_implementation="eager")
     for (name, a), b in zip(back.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert_close(a, b.bfloat16(), atol=0, rtol=2**-7 if variant == "gemma2" and "norm" in name else 0)
-    assert {p.dtype for p in load_pretrained(written).embedding.parameters()} == {torch.bfloat16}  # None keeps the file's
+        assert_close(
+            a, b.bfloat16(), atol=0, rtol=2**-7 if variant == "gemma2" and "norm" in name else 0
+        )
+    # None keeps the file's
+    assert {p.dtype for p in load_pretrained(written).embedding.parameters()} == {torch.bfloat16}
     assert load_pretrained(written, dtype=torch.float32).lm_head.weight.dtype == torch.float32
 
 
@@ -217,19 +274,35 @@ MISTAKES = {
     "experts 0 and 1": ("mixtral", exchange("experts.0.", "experts.1."), {}),
     "no normalised weights": ("qwen3-moe", None, dict(norm_topk_prob=False)),
     "output not transposed": ("gpt2", scale("attn.c_proj.weight", lambda t: t.T), {}),
-    "c_attn read as k, q, v": ("gpt2", scale("c_attn.weight", lambda t: t[:, [*range(32, 64), *range(32), *range(64, 96)]]), {}),
+    "c_attn read as k, q, v": (
+        "gpt2",
+        scale("c_attn.weight", lambda t: t[:, [*range(32, 64), *range(32), *range(64, 96)]]),
+        {},
+    ),
     "c_attn not transposed": ("gpt2", scale("c_attn.weight", lambda t: t.T.reshape(32, 96)), {}),
     "forgotten + 1": ("gemma2", scale("norm.weight", lambda t: t - 1), {}),
-    "the norms after": ("gemma2", exchange("post_attention_layernorm", "post_feedforward_layernorm"), {}),
+    "the norms after": (
+        "gemma2",
+        exchange("post_attention_layernorm", "post_feedforward_layernorm"),
+        {},
+    ),
     "no soft cap": ("gemma2", None, dict(attn_logit_softcapping=None)),
-    "windows in the odd layers": ("gemma2", None, dict(layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    "windows in the odd layers": (
+        "gemma2",
+        None,
+        dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    ),
     "scale of the heads": ("gemma2", None, dict(query_pre_attn_scalar=16)),
     "missing bias": ("qwen2", scale("_proj.bias", torch.zeros_like), {}),
     "query and key norm": ("qwen3", exchange("q_norm", "k_norm"), {}),
     "no window": ("mistral", None, dict(sliding_window=None)),
     "window of 9": ("mistral", None, dict(sliding_window=9)),
     "theta": ("llama", None, dict(rope_parameters=dict(rope_type="default", rope_theta=20_000.0))),
-    "no scaling": ("llama-3", None, dict(rope_parameters=dict(rope_type="default", rope_theta=5e3))),
+    "no scaling": (
+        "llama-3",
+        None,
+        dict(rope_parameters=dict(rope_type="default", rope_theta=5e3)),
+    ),
     "epsilon": ("llama", None, dict(rms_norm_eps=1e-5)),
 }
 
@@ -238,7 +311,9 @@ MISTAKES = {
 def test_the_comparison_finds_each_mistake(mistake, published, tmp_path):
     variant, weights, config = MISTAKES[mistake]
     theirs, folder = published(variant)
-    broken = load_pretrained(rewrite(folder, tmp_path / "broken", weights or (lambda state: state), **config))
+    broken = load_pretrained(
+        rewrite(folder, tmp_path / "broken", weights or (lambda state: state), **config)
+    )
     assert difference(broken, theirs) > 5e-4  # the right mapping stays below 1e-5
 
 
@@ -260,37 +335,66 @@ def test_values_have_inverses():
         assert all(write(read(n, {})) == n for n in range(1, 20_000))
     assert int((3**0.5) ** 2) == 2  # so an inverse that does not round would fail
     read, write = VALUES["activation"]
-    assert {name: write(read(name, {})) for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")} == {
-        name: name for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")
-    }
+    assert {
+        name: write(read(name, {})) for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")
+    } == {name: name for name in ("silu", "gelu", "relu", "gelu_pytorch_tanh")}
     assert write(read("gelu_new", {})) == "gelu_pytorch_tanh"  # up to spelling
-    rope = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+    rope = dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )
     read, write = VALUES["rope"]
-    assert write(read(rope, {})).items() >= rope.items() and read(write(read(rope, {})), {}) == read(rope, {})
+    assert write(read(rope, {})).items() >= rope.items() and read(
+        write(read(rope, {})), {}
+    ) == read(rope, {})
     assert write(read(None, {})) is None
     read, write = VALUES["or_four_times"]
     for x, expected in ((None, 64), (40, 40)):
-        assert read(x, dict(n_embd=16)) == expected and read(write(expected), dict(n_embd=16)) == expected
+        assert (
+            read(x, dict(n_embd=16)) == expected
+            and read(write(expected), dict(n_embd=16)) == expected
+        )
 
 
 def test_values_about_windows():
-    window, full = "sliding_attention", "full_attention"
-    late, even = VALUES["late_layers"].read, VALUES["even_layers"].read
+    window = "sliding_attention"
+    full = "full_attention"
+    late = VALUES["late_layers"].read
+    even = VALUES["even_layers"].read
     qwen = dict(num_hidden_layers=4, max_window_layers=3, use_sliding_window=True)
     assert late(None, qwen) == [full, full, full, window] and late([window], qwen) == [window]
-    assert late(None, qwen | dict(use_sliding_window=False)) is late(None, dict(num_hidden_layers=4)) is None
+    assert (
+        late(None, qwen | dict(use_sliding_window=False))
+        is late(None, dict(num_hidden_layers=4))
+        is None
+    )
     assert late(None, qwen | dict(sliding_window=None)) is None
-    assert late(None, dict(num_hidden_layers=30, use_sliding_window=True)) == [full] * 28 + [window] * 2
-    assert even(None, dict(num_hidden_layers=3)) == [window, full, window] and even([full], {}) == [full]
+    assert (
+        late(None, dict(num_hidden_layers=30, use_sliding_window=True))
+        == [full] * 28 + [window] * 2
+    )
+    assert even(None, dict(num_hidden_layers=3)) == [window, full, window] and even([full], {}) == [
+        full
+    ]
     assert even([full], dict(sliding_window=None)) is None
-    assert [VALUES["if_used"].read(9, dict(use_sliding_window=used)) for used in (True, False)] == [9, None]
+    assert [VALUES["if_used"].read(9, dict(use_sliding_window=used)) for used in (True, False)] == [
+        9,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_each_absent_key_means(name):
     """A file with the keys that have no default, and the same with all that transformers fills in."""
     theirs = AutoConfig.for_model(name).to_dict()
-    asked = [next(n for n in key.name.split("|") if n in theirs) for key in FAMILIES[name].keys.values() if key.default is ...]
+    asked = [
+        next(n for n in key.name.split("|") if n in theirs)
+        for key in FAMILIES[name].keys.values()
+        if key.default is ...
+    ]
     bare = {"model_type": name} | {n: theirs[n] for n in asked}
     filled = json.loads(AutoConfig.for_model(**bare).to_json_string(use_diff=False))
     ours, right = (write_config(read_config(hf)[1], model_type=name)[1] for hf in (bare, filled))
@@ -309,63 +413,108 @@ def test_rules_are_data_that_is_checked():
     with pytest.raises(ValueError, match="change='turn' is none of same, transpose"):
         rules({"a": "b"}, "turn")
     assert rules({"a": "b", "c.{w}": "d.{w} e.{w}"}) == (
-        Rule(("a",), ("b",)), Rule(("c.weight",), ("d.weight", "e.weight")), Rule(("c.bias",), ("d.bias", "e.bias")),
-    )  # fmt: skip
+        Rule(("a",), ("b",)),
+        Rule(("c.weight",), ("d.weight", "e.weight")),
+        Rule(("c.bias",), ("d.bias", "e.bias")),
+    )
 
 
 def test_hub_spelling_of_gpt2(published, tmp_path):
     """Without the prefix, with the masks and keys of 2019."""
     theirs, folder = published("gpt2")
-    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    old = dict(n_ctx=64, task_specific_params={"text-generation": {}}, tie_word_embeddings=..., dtype=...)
+    masks = {
+        "h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(),
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    old = dict(
+        n_ctx=64, task_specific_params={"text-generation": {}}, tie_word_embeddings=..., dtype=...
+    )
 
     def strip(state):
         return {name.removeprefix("transformer."): tensor for name, tensor in state.items()} | masks
 
-    assert difference(load_pretrained(rewrite(folder, tmp_path / "old", strip, **old)), theirs) < 1e-5
+    assert (
+        difference(load_pretrained(rewrite(folder, tmp_path / "old", strip, **old)), theirs) < 1e-5
+    )
 
 
 def test_hub_spelling_of_llama(published, tmp_path):
     """Old rotary keys and dtype, inv_freq buffers, absent keys."""
     theirs, folder = published("llama-3")
-    plain = {name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")}
+    plain = {
+        name: value for name, value in LLAMA3.items() if name not in ("rope_theta", "rope_type")
+    }
     for index, kind in enumerate(("rope_type", "type")):
-        old = dict(rope_parameters=..., rope_theta=5e3, rope_scaling=plain | {kind: "llama3"}, dtype=..., torch_dtype="float16",
-                   head_dim=..., attention_bias=..., mlp_bias=..., tie_word_embeddings=..., pretraining_tp=1)  # fmt: skip
+        old = dict(
+            rope_parameters=...,
+            rope_theta=5e3,
+            rope_scaling=plain | {kind: "llama3"},
+            dtype=...,
+            torch_dtype="float16",
+            head_dim=...,
+            attention_bias=...,
+            mlp_bias=...,
+            tie_word_embeddings=...,
+            pretraining_tp=1,
+        )
         extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(3)}
-        folder_ = rewrite(folder, tmp_path / f"old{index}", lambda state, extra=extra: state | extra, **old)
+        folder_ = rewrite(
+            folder, tmp_path / f"old{index}", lambda state, extra=extra: state | extra, **old
+        )
         assert difference(load_pretrained(folder_), theirs) < 1e-5
 
 
 def test_qwen_yarn_of_the_hub(published, tmp_path):
     """Qwen's documentation leaves out what the length was, and says `type`."""
     theirs, folder = published("qwen2-yarn")
-    hub = dict(rope_parameters=..., rope_theta=1e4, max_position_embeddings=16, rope_scaling=dict(type="yarn", factor=4.0))
-    config = read_config(json.loads((rewrite(folder, tmp_path / "hub", **hub) / "config.json").read_text()))[1]
-    assert config.rope_scaling == RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    hub = dict(
+        rope_parameters=...,
+        rope_theta=1e4,
+        max_position_embeddings=16,
+        rope_scaling=dict(type="yarn", factor=4.0),
+    )
+    config = read_config(
+        json.loads((rewrite(folder, tmp_path / "hub", **hub) / "config.json").read_text())
+    )[1]
+    assert config.rope_scaling == RopeScaling(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=16
+    )
 
 
 def test_layer_types_by_the_rules_of_old_files(published, tmp_path):
     for variant in ("gemma2", "qwen2-window"):
         theirs, folder = published(variant)
-        assert difference(load_pretrained(rewrite(folder, tmp_path / variant, layer_types=...)), theirs) < 1e-5
+        assert (
+            difference(
+                load_pretrained(rewrite(folder, tmp_path / variant, layer_types=...)), theirs
+            )
+            < 1e-5
+        )
 
 
 def test_what_an_absent_window_means(published):
     qwen = json.loads((published("qwen2-window")[1] / "config.json").read_text())
     gemma = json.loads((published("gemma2")[1] / "config.json").read_text())
     del qwen["use_sliding_window"], gemma["sliding_window"]
-    moe = json.loads((published("qwen3-moe-shares-window")[1] / "config.json").read_text()) | dict(use_sliding_window=False)
+    moe = json.loads((published("qwen3-moe-shares-window")[1] / "config.json").read_text()) | dict(
+        use_sliding_window=False
+    )
     for hf in (qwen, qwen | dict(use_sliding_window=False), moe, gemma):
-        assert read_config(hf)[1].sliding_window == AutoConfig.for_model(**hf).sliding_window  # Qwen: none, Gemma: 4096
+        # Qwen: none, Gemma: 4096
+        assert read_config(hf)[1].sliding_window == AutoConfig.for_model(**hf).sliding_window
     assert read_config(gemma | dict(sliding_window=None))[1].sliding_window is None
 
 
 def test_tied_head_in_the_file(published, tmp_path):
     theirs, folder = published("qwen3")
     table = "model.embed_tokens.weight"
-    same = load_pretrained(rewrite(folder, tmp_path / "same", lambda s: s | {"lm_head.weight": s[table].clone()}))
-    assert same.lm_head.weight is same.embedding.embed_tokens.weight and difference(same, theirs) < 1e-5
+    same = load_pretrained(
+        rewrite(folder, tmp_path / "same", lambda s: s | {"lm_head.weight": s[table].clone()})
+    )
+    assert (
+        same.lm_head.weight is same.embedding.embed_tokens.weight
+        and difference(same, theirs) < 1e-5
+    )
     other = rewrite(folder, tmp_path / "other", lambda s: s | {"lm_head.weight": s[table] + 1})
     with pytest.raises(ValueError, match="tie_word_embeddings=true"):
         load_pretrained(other)
@@ -387,7 +536,9 @@ def test_the_weights_are_our_own(published, tmp_path):
         file.write(bytes(path.stat().st_size - 2000))
     assert torch.equal(model(IDS).logits, logits)
     storages = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
-    assert len(set(storages)) == len(storages) and all(p.is_contiguous() and p.requires_grad for p in model.parameters())
+    assert len(set(storages)) == len(storages) and all(
+        p.is_contiguous() and p.requires_grad for p in model.parameters()
+    )
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
     model.train()(IDS, labels=IDS).loss_sum.backward()
 
@@ -399,12 +550,17 @@ def test_the_weights_are_in_memory_once(twice, tmp_path, monkeypatch):
         return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
     model = tiny(vocab_size=20_000, hidden_size=512)
-    size, folder = sum(p.nbytes for p in model.parameters()), save_pretrained(model, tmp_path / "large")
-    load_pretrained(save_pretrained(tiny(), tmp_path / "small"))  # the first time imports what "meta" needs, 60 MB
+    size = sum(p.nbytes for p in model.parameters())
+    folder = save_pretrained(model, tmp_path / "large")
+    # the first time imports what "meta" needs, 60 MB
+    load_pretrained(save_pretrained(tiny(), tmp_path / "small"))
     del model
     gc.collect()
-    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # what is free counts neither before nor after
-    peak, before, real = [], own_memory(), torch.Tensor.aminmax
+    # what is free counts neither before nor after
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+    peak = []
+    before = own_memory()
+    real = torch.Tensor.aminmax
 
     def note(self):  # called once for each tensor, after it has been copied
         peak.append(own_memory() - before)
@@ -438,9 +594,13 @@ def test_the_weights_are_in_memory_once(twice, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_numbers_that_are_not_finite_are_found_without_a_copy(dtype, published, tmp_path, monkeypatch):
+def test_numbers_that_are_not_finite_are_found_without_a_copy(
+    dtype, published, tmp_path, monkeypatch
+):
     _, folder = published("llama")
-    name, sizes, real = "model.layers.2.mlp.down_proj.weight", [], torch.Tensor.isfinite
+    name = "model.layers.2.mlp.down_proj.weight"
+    sizes = []
+    real = torch.Tensor.isfinite
 
     def note(self):
         sizes.append(self.numel())
@@ -458,9 +618,13 @@ def test_numbers_that_are_not_finite_are_found_without_a_copy(dtype, published, 
         if value == 1.0:
             assert load_pretrained(spoiled).lm_head.weight.dtype == dtype
             continue
-        with pytest.raises(ValueError, match=f"{name.removeprefix('model.')} has numbers that are not finite as {dtype}"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name.removeprefix('model.')} has numbers that are not finite as {dtype}",
+        ):
             load_pretrained(spoiled)
-    assert set(sizes) == {1}  # isfinite of a whole tensor makes several of its size, and took half the loading time
+    # isfinite of a whole tensor makes several of its size, and took half the loading time
+    assert set(sizes) == {1}
 
 
 def test_padded_vocabulary_and_any_device(published):
@@ -480,28 +644,49 @@ def test_onto_an_accelerator_and_back(variant, published, tmp_path):
     with torch.no_grad():
         assert_close(ours(IDS.to(GPU)).logits.cpu(), theirs(IDS).logits, atol=2e-3, rtol=0)
     again = load_pretrained(save_pretrained(ours, tmp_path / "out"))
-    assert all(torch.equal(a.cpu(), b) or variant == "gemma2" for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a.cpu(), b) or variant == "gemma2"
+        for a, b in zip(ours.parameters(), again.parameters(), strict=True)
+    )
 
 
 # ---------------------------------------------------------------- refusals
 
 
 REFUSED = {
-    "quantization_config={'bits': 4} is not known": ("llama", dict(quantization_config={"bits": 4})),
+    "quantization_config={'bits': 4} is not known": (
+        "llama",
+        dict(quantization_config={"bits": 4}),
+    ),
     "partial_rotary_factor=0.5 is not supported": ("llama", dict(partial_rotary_factor=0.5)),
     "rope_interleaved=True": ("llama", dict(rope_interleaved=True)),
-    "'dynamic'": ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4))),
-    "short_factor": ("llama", dict(rope_parameters=dict(rope_type="longrope", short_factor=[1], long_factor=[1]))),
+    "'dynamic'": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+    ),
+    "short_factor": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="longrope", short_factor=[1], long_factor=[1])),
+    ),
     "mscale": ("llama", dict(rope_parameters=YARN | dict(mscale=0.7))),
-    "'partial_rotary_factor': 0.5": ("llama", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5))),
-    "'full_attention'": ("gemma2", dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}})),
+    "'partial_rotary_factor': 0.5": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+    ),
+    "'full_attention'": (
+        "gemma2",
+        dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+    ),
     "stand once": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
     "'rope_theta': 20000.0": ("llama", dict(rope_theta=2e4)),  # rope_parameters says 10000
     "'type': 'linear'": (
         "llama-3",
         dict(rope_parameters=LLAMA3 | dict(type="linear")),
     ),
-    "rope_scaling='linear', expected an object": ("llama", dict(rope_parameters=..., rope_scaling="linear")),
+    "rope_scaling='linear', expected an object": (
+        "llama",
+        dict(rope_parameters=..., rope_scaling="linear"),
+    ),
     "rope_parameters=[1]": ("llama", dict(rope_parameters=[1])),
     "rope_parameters=3": ("llama", dict(rope_parameters=3)),
     "model_type=['llama']": ("llama", dict(model_type=["llama"])),
@@ -509,8 +694,14 @@ REFUSED = {
     "model_type=None": ("llama", dict(model_type=...)),
     "config.json of a gemma2: ": ("gemma2", dict(query_pre_attn_scalar=0)),
     "config.json of a llama: ": ("llama", dict(hidden_size=10**400)),
-    "use_sliding_window='false' is not supported, only False or True or None": ("qwen2", dict(use_sliding_window="false")),
-    "factor=0.5": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=0.5, rope_theta=1e4))),
+    "use_sliding_window='false' is not supported, only False or True or None": (
+        "qwen2",
+        dict(use_sliding_window="false"),
+    ),
+    "factor=0.5": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", factor=0.5, rope_theta=1e4)),
+    ),
     "missing 1 required": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4))),
     "activation='quick_gelu'": ("llama", dict(hidden_act="quick_gelu")),
     "architectures=": ("llama", dict(architectures=["LlamaForSequenceClassification"])),
@@ -542,7 +733,9 @@ def test_settings_are_refused_by_name(words, published):
 def test_what_is_said_twice_alike_is_read(published):
     hf = json.loads((published("llama-3")[1] / "config.json").read_text())
     twice = hf | dict(rope_theta=LLAMA3["rope_theta"], rope_parameters=LLAMA3 | dict(type="llama3"))
-    assert read_config(twice) == read_config(hf) and read_config(hf | dict(rope_theta=None)) == read_config(hf)
+    assert read_config(twice) == read_config(hf) and read_config(
+        hf | dict(rope_theta=None)
+    ) == read_config(hf)
 
 
 def test_tensors_are_refused_by_name(published, tmp_path):
@@ -553,19 +746,26 @@ def test_tensors_are_refused_by_name(published, tmp_path):
         "score.weight is unexpected": lambda s: s | {"score.weight": torch.ones(2, 2)},
         r"has shape \[32, 40\], expected \[40, 32\]": lambda s: s | {name: s[name].T},
         "not finite as torch.float32": lambda s: s | {name: s[name] * torch.inf},
-        f"{name} is stored as I8, expected F64, F32, F16 or BF16": lambda s: s | {name: torch.ones(40, 32, dtype=torch.int8)},
+        f"{name} is stored as I8, expected F64, F32, F16 or BF16": (
+            lambda s: s | {name: torch.ones(40, 32, dtype=torch.int8)}
+        ),
         "is stored as BOOL": lambda s: s | {name: torch.ones(40, 32, dtype=torch.bool)},
         "is stored as C64": lambda s: s | {name: torch.ones(40, 32, dtype=torch.complex64)},
         "is stored as F8_E4M3": lambda s: s | {name: torch.ones(40, 32).to(torch.float8_e4m3fn)},
         "stored as I64, .* and 26 more": lambda s: {k: t.long() for k, t in s.items()},
         "holds .* twice": lambda s: s | {"norm.weight": torch.ones(32)},
-        "; and 3 more": lambda s: {k: v for k, v in s.items() if ".0.self_attn" not in k and ".0.mlp" not in k},
+        "; and 3 more": lambda s: {
+            k: v for k, v in s.items() if ".0.self_attn" not in k and ".0.mlp" not in k
+        },
     }
     for index, (words, change) in enumerate(cases.items()):
         with pytest.raises(ValueError, match=words):
             load_pretrained(rewrite(folder, tmp_path / str(index), change))
     with pytest.raises(ValueError, match="not finite as torch.float16"):
-        load_pretrained(rewrite(folder, tmp_path / "big", lambda s: s | {name: s[name] * 1e7}), dtype=torch.float16)
+        load_pretrained(
+            rewrite(folder, tmp_path / "big", lambda s: s | {name: s[name] * 1e7}),
+            dtype=torch.float16,
+        )
     for dtype in (torch.int8, torch.complex64, torch.float8_e4m3fn, "float32", float, False):
         with pytest.raises(ValueError, match="must be a floating-point type"):
             load_pretrained(folder, dtype=dtype)
@@ -577,7 +777,8 @@ def test_tensors_are_refused_by_name(published, tmp_path):
 def test_files_are_refused_by_name(published, tmp_path):
     _, folder = published("llama")
     good = rewrite(folder, tmp_path / "good")
-    weights, index = good / "model.safetensors", good / "model.safetensors.index.json"
+    weights = good / "model.safetensors"
+    index = good / "model.safetensors.index.json"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-10])
     with pytest.raises(ValueError, match="damaged .*download complete"):
@@ -586,7 +787,9 @@ def test_files_are_refused_by_name(published, tmp_path):
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         load_pretrained(good)
     (good / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
-    with pytest.raises(ValueError, match="a pickle, which can run any code when opened: take a copy"):
+    with pytest.raises(
+        ValueError, match="a pickle, which can run any code when opened: take a copy"
+    ):
         load_pretrained(good)
     index.write_text(json.dumps({"weight_map": {"a": "../good/x.safetensors"}}))
     with pytest.raises(ValueError, match="outside its folder"):
@@ -606,13 +809,21 @@ def test_files_are_refused_by_name(published, tmp_path):
 def test_half_a_folder_is_refused_by_name(published, tmp_path):
     _, folder = published("llama")
     good = rewrite(folder, tmp_path / "good")
-    weights, index = good / "model.safetensors", good / "model.safetensors.index.json"
+    weights = good / "model.safetensors"
+    index = good / "model.safetensors.index.json"
     weights.rename(good / "part.safetensors")
     index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}))
     assert difference(load_pretrained(good), published("llama")[0]) < 1e-5
-    for content in ({}, {"weight_map": ["part.safetensors"]}, {"weight_map": {"a": 3}}, {"weight_map": {"a": None}}):
+    for content in (
+        {},
+        {"weight_map": ["part.safetensors"]},
+        {"weight_map": {"a": 3}},
+        {"weight_map": {"a": None}},
+    ):
         index.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="index.json has no weight_map from tensors to names of files"):
+        with pytest.raises(
+            ValueError, match="index.json has no weight_map from tensors to names of files"
+        ):
             load_pretrained(good)
     (good / "folder.safetensors").mkdir()
     index.write_text(json.dumps({"weight_map": {"a": "folder.safetensors"}}))
@@ -627,19 +838,34 @@ def test_an_index_names_nothing_outside_its_folder(published, tmp_path, monkeypa
     _, folder = published("llama")
     good, other = (rewrite(folder, tmp_path / name) for name in ("good", "other"))
     (good / "model.safetensors").unlink()
-    opened, real = [], pretrained.safe_open
-    monkeypatch.setattr(pretrained, "safe_open", lambda path, *args: opened.append(path) or real(path, *args))
+    opened = []
+    real = pretrained.safe_open
+    monkeypatch.setattr(
+        pretrained, "safe_open", lambda path, *args: opened.append(path) or real(path, *args)
+    )
     absolute = other / "model.safetensors"
     assert absolute.is_file() and (good / "../other/model.safetensors").is_file()
     hostile = (
-        "../other/model.safetensors", str(absolute), "../../x.safetensors", "..", ".", "", "./model.safetensors",
-        "a/../b.safetensors", "..\\other\\model.safetensors", "C:model.safetensors", "model\0.safetensors",
-        "model.safetensors\n", "config.json",
-    )  # fmt: skip
+        "../other/model.safetensors",
+        str(absolute),
+        "../../x.safetensors",
+        "..",
+        ".",
+        "",
+        "./model.safetensors",
+        "a/../b.safetensors",
+        "..\\other\\model.safetensors",
+        "C:model.safetensors",
+        "model\0.safetensors",
+        "model.safetensors\n",
+        "config.json",
+    )
     for name in hostile:
         index = {"weight_map": {"model.norm.weight": name, "lm_head.weight": "fine.safetensors"}}
         (good / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="which is no safetensors file or lies outside its folder") as error:
+        with pytest.raises(
+            ValueError, match="which is no safetensors file or lies outside its folder"
+        ) as error:
             load_pretrained(good)
         assert f"names {name!r}" in str(error.value) and opened == []
 
@@ -662,7 +888,9 @@ CANNOT = {
 
 @pytest.mark.parametrize("words", CANNOT)
 def test_a_model_that_no_family_has(words, tmp_path):
-    model = DecoderModel(ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, **CANNOT[words]))
+    model = DecoderModel(
+        ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, **CANNOT[words])
+    )
     with pytest.raises(ValueError, match="no family can express this model") as error:
         save_pretrained(model, tmp_path / "x")
     assert words in str(error.value) and not (tmp_path / "x").exists()
@@ -670,13 +898,22 @@ def test_a_model_that_no_family_has(words, tmp_path):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    family=st.sampled_from(sorted(FAMILIES)), H=st.integers(1, 4), K=st.integers(1, 2), D=st.sampled_from([None, 2, 6]),
-    L=st.integers(1, 3), F=st.one_of(st.none(), st.integers(1, 9)), window=st.one_of(st.none(), st.integers(1, 9)),
-    tied=st.booleans(), vocab=st.integers(1, 30), E=st.integers(1, 4),
-)  # fmt: skip
+    family=st.sampled_from(sorted(FAMILIES)),
+    H=st.integers(1, 4),
+    K=st.integers(1, 2),
+    D=st.sampled_from([None, 2, 6]),
+    L=st.integers(1, 3),
+    F=st.one_of(st.none(), st.integers(1, 9)),
+    window=st.one_of(st.none(), st.integers(1, 9)),
+    tied=st.booleans(),
+    vocab=st.integers(1, 30),
+    E=st.integers(1, 4),
+)
 def test_what_is_written_reads_back_for_odd_sizes(family, H, K, D, L, F, window, tied, vocab, E):
     gpt2 = family == "gpt2"
-    fixed = dict(FAMILIES[family].fixed) | dict(vocab_size=vocab, num_layers=L, num_heads=H * K, tie_word_embeddings=tied)
+    fixed = dict(FAMILIES[family].fixed) | dict(
+        vocab_size=vocab, num_layers=L, num_heads=H * K, tie_word_embeddings=tied
+    )
     fixed |= dict(num_experts=E, top_k=E, hidden_size=2 * H * K, intermediate_size=F)
     if not gpt2:
         fixed |= dict(num_kv_heads=K)
@@ -687,18 +924,25 @@ def test_what_is_written_reads_back_for_odd_sizes(family, H, K, D, L, F, window,
         if family in ("qwen2", "qwen3", "gemma2"):
             fixed |= dict(layer_types=["full_attention"] * (L - 1) + ["sliding_attention"])
     if family == "gemma2":
-        fixed |= dict(embedding_scale=(2 * H * K) ** 0.5, attention_scale=7**-0.5, activation="gelu_tanh")
+        fixed |= dict(
+            embedding_scale=(2 * H * K) ** 0.5, attention_scale=7**-0.5, activation="gelu_tanh"
+        )
     config = ModelConfig(**fixed)
     found, hf = write_config(config, model_type=family)
     back = read_config(json.loads(json.dumps(hf)))[1]
     assert found.model_type == family
     with torch.device("meta"):
-        a, b = DecoderModel(config), DecoderModel(back)
-    assert {k: v.shape for k, v in a.state_dict().items()} == {k: v.shape for k, v in b.state_dict().items()}
+        a = DecoderModel(config)
+        b = DecoderModel(back)
+    assert {k: v.shape for k, v in a.state_dict().items()} == {
+        k: v.shape for k, v in b.state_dict().items()
+    }
     assert [back.window_of(i) for i in range(L)] == [config.window_of(i) for i in range(L)]
     rules = tensor_rules(found, config, a.state_dict())
     claimed = [name for rule in rules for name in rule.ours]
-    assert len(claimed) == len(set(claimed)) and len({name for rule in rules for name in rule.theirs}) >= len(rules)
+    assert len(claimed) == len(set(claimed)) and len(
+        {name for rule in rules for name in rule.theirs}
+    ) >= len(rules)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -710,10 +954,19 @@ def test_presets_are_published_models(preset):
 
 
 def test_the_first_family_that_fits_or_the_one_that_is_named(tmp_path):
-    config = ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2, dropout=0.1, router_aux_loss_coef=0.5)
+    config = ModelConfig(
+        vocab_size=11,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        dropout=0.1,
+        router_aux_loss_coef=0.5,
+    )
     assert write_config(config)[0].model_type == "llama"
     assert write_config(config, model_type="mistral")[1]["sliding_window"] is None
-    with pytest.raises(ValueError, match="^qwen3 cannot express this model: qwen3 lacks qk_norm=False$"):
+    with pytest.raises(
+        ValueError, match="^qwen3 cannot express this model: qwen3 lacks qk_norm=False$"
+    ):
         write_config(config, model_type="qwen3")
     for name in ("bert", "../../bert", ["llama"], ""):
         with pytest.raises(ValueError, match="^model_type=.* is none of gpt2") as error:
@@ -725,11 +978,14 @@ def test_the_first_family_that_fits_or_the_one_that_is_named(tmp_path):
 
 def tiny(**changes):
     torch.manual_seed(0)
-    return DecoderModel(ModelConfig(**dict(vocab_size=300, hidden_size=16, num_layers=2, num_heads=2) | changes)).eval()
+    return DecoderModel(
+        ModelConfig(**dict(vocab_size=300, hidden_size=16, num_layers=2, num_heads=2) | changes)
+    ).eval()
 
 
 def test_all_or_nothing(tmp_path, monkeypatch):
-    model, calls = tiny(), []
+    model = tiny()
+    calls = []
 
     def full(shard, path, metadata):
         calls.append(path)
@@ -774,7 +1030,9 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path):
     for umask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
         before = os.umask(umask)
         try:
-            folder = save_pretrained(tiny(), tmp_path / f"{umask}", tokenizer=tokenizer, max_shard_size=20_000)
+            folder = save_pretrained(
+                tiny(), tmp_path / f"{umask}", tokenizer=tokenizer, max_shard_size=20_000
+            )
         finally:
             os.umask(before)
         assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
@@ -790,7 +1048,9 @@ def test_the_folder_gets_its_name_last_and_in_one_step(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained.Path, "rename", rename)
     with pytest.raises(OSError, match="power cut"):
         save_pretrained(tiny(), tmp_path / "a")
-    assert seen == [(["config.json", "model.safetensors"], False)] and list(tmp_path.iterdir()) == []
+    assert (
+        seen == [(["config.json", "model.safetensors"], False)] and list(tmp_path.iterdir()) == []
+    )
 
 
 def test_a_killed_process_leaves_no_folder(tmp_path):
@@ -814,7 +1074,9 @@ def test_shards_and_their_index(tmp_path):
     folder = save_pretrained(model, tmp_path / "a", max_shard_size=20_000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(folder.glob("model-*.safetensors"))
-    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert [f.name for f in files] == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
     where = {name: f.name for f in files for name in load_file(f)}
     assert where == index["weight_map"]
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
@@ -830,7 +1092,10 @@ def test_wrong_things_are_not_saved(tmp_path):
     for value in (torch.nan, torch.inf):
         broken = tiny()
         broken.layers[1].mlp.up_proj.weight.data[3, 5] = value
-        with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight has numbers that are not finite as torch.float32"):
+        with pytest.raises(
+            ValueError,
+            match=r"layers.1.mlp.up_proj.weight has numbers that are not finite as torch.float32",
+        ):
             save_pretrained(broken, tmp_path / "x")
     for size in (0, -5, True, float("nan"), 1e9, "5GB", None):
         with pytest.raises(ValueError, match="max_shard_size=.* must be a number of bytes"):
@@ -840,7 +1105,9 @@ def test_wrong_things_are_not_saved(tmp_path):
     with pytest.raises(ValueError, match="cannot open a SimpleCharacterTokenizer"):
         save_pretrained(tiny(), tmp_path / "x", tokenizer=SimpleCharacterTokenizer.from_text("abc"))
     tokenizer = BPETokenizer.train(["a b c a b c abc"] * 9, vocab_size=264)
-    with pytest.raises(ValueError, match="the tokenizer has 264 entries, the model only vocab_size=263"):
+    with pytest.raises(
+        ValueError, match="the tokenizer has 264 entries, the model only vocab_size=263"
+    ):
         save_pretrained(tiny(vocab_size=263), tmp_path / "x", tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -851,11 +1118,19 @@ def test_the_tokenizer_goes_along(kind, tmp_path):
     folder = save_pretrained(tiny(), tmp_path / "a", tokenizer=tokenizer)
     theirs = AutoTokenizer.from_pretrained(folder)
     text = "the cat, ran naïve <|eos|>"
-    assert theirs(text).input_ids == tokenizer.encode(text) and theirs.decode(tokenizer.encode(text)) == text
+    assert (
+        theirs(text).input_ids == tokenizer.encode(text)
+        and theirs.decode(tokenizer.encode(text)) == text
+    )
     config = AutoConfig.from_pretrained(folder)
     for role in ("bos", "eos", "pad"):
         ours = getattr(tokenizer, f"{role}_token_id")
-        assert getattr(theirs, f"{role}_token_id") == getattr(config, f"{role}_token_id") == ours is not None
+        assert (
+            getattr(theirs, f"{role}_token_id")
+            == getattr(config, f"{role}_token_id")
+            == ours
+            is not None
+        )
     assert kind.load(folder) == tokenizer
     bare = AutoConfig.from_pretrained(save_pretrained(tiny(), tmp_path / "b"))
     assert bare.eos_token_id is bare.bos_token_id is None  # not Llama's 1 and 2
@@ -863,7 +1138,8 @@ def test_the_tokenizer_goes_along(kind, tmp_path):
 
 def test_a_tokenizer_of_pieces_is_refused(tmp_path):
     pieces = Tokenizer(models.BPE(vocab={"▁": 0, "a": 1, "b": 2}, merges=[]))
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    pieces.decoder = decoders.Metaspace()
     pieces.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="it is not byte-level BPE"):
         BPETokenizer.load(tmp_path)
@@ -884,10 +1160,16 @@ def test_the_hub(published, tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert difference(load_pretrained("org/name"), published("llama")[0]) < 1e-5
-    assert asked[0][0] == "org/name" and not any("bin" in pattern or pattern == "*" for pattern in asked[0][1])
+    assert asked[0][0] == "org/name" and not any(
+        "bin" in pattern or pattern == "*" for pattern in asked[0][1]
+    )
     monkeypatch.chdir(tmp_path)
     rewrite(folder, (tmp_path / "org").mkdir() or tmp_path / "org" / "name")
-    assert pretrained_folder("org/name") == (tmp_path / "org" / "name").relative_to(tmp_path) and len(asked) == 1  # a path wins
+    # a path wins
+    assert (
+        pretrained_folder("org/name") == (tmp_path / "org" / "name").relative_to(tmp_path)
+        and len(asked) == 1
+    )
     climbing = (
         "../x",
         "../..",
@@ -905,7 +1187,9 @@ def test_the_hub(published, tmp_path, monkeypatch):
     for name in ("gpt2", "/no/such/folder", "a/b/c", "../x y", "org/x\n", *climbing):
         if Path(name).is_dir():
             continue  # a path that the user types may lead anywhere
-        with pytest.raises(FileNotFoundError, match="is no folder, and no name on the hub") as error:
+        with pytest.raises(
+            FileNotFoundError, match="is no folder, and no name on the hub"
+        ) as error:
             load_pretrained(name)
         assert repr(name) in str(error.value) and len(asked) == 1  # nobody was asked
 

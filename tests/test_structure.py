@@ -1,8 +1,9 @@
 """The rules that hold the course together, each with proof that it can fail.
 
-A chapter is a notebook `nbs/NN_name.ipynb`, or a few that share the number; each exports a module of the package, and the
-order of the names is the order of the book. The checkers return a list of what is wrong, so that the same function judges the
-real tree and, at the end of this file, planted violations.
+A chapter is a notebook `nbs/NN_name.ipynb`, or a few that share the number; each exports a module
+of the package, and the order of the names is the order of the book. The checkers return a list of
+what is wrong, so that the same function judges the real tree and, at the end of this file, planted
+violations.
 """
 
 import ast
@@ -21,9 +22,19 @@ from IPython.core.inputtransformer2 import TransformerManager
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llm_course"
 CHAPTERS = sorted((ROOT / "nbs").glob("[0-9][0-9]_*.ipynb"))
-NOTEBOOKS = sorted(p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+NOTEBOOKS = sorted(
+    p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts
+)
 # beside the page that gives the chapter its name
-FURTHER_PAGES = {"01_bpe", "02_batches", "02_corpus", "04_linear", "09_cross_entropy", "09_estimate", "10_cache"} | {
+FURTHER_PAGES = {
+    "01_bpe",
+    "02_batches",
+    "02_corpus",
+    "04_linear",
+    "09_cross_entropy",
+    "09_estimate",
+    "10_cache",
+} | {
     "11_families",
     "12_config_sources",
     "14_devices",
@@ -62,17 +73,24 @@ def python(cell: dict) -> str:
 
 
 def modules_by_chapter(chapters: dict[str, dict]) -> dict[str, str]:
-    """Map each module to its chapter: where it is the default export, else the last chapter that exports to it."""
-    homes, guests = {}, {}
+    """Map each module to its chapter: where it is the default export, else the last chapter that
+    exports to it.
+    """
+    homes = {}
+    guests = {}
     for chapter, notebook in sorted(chapters.items()):
         for cell in code_cells(notebook):
-            for directive, module in re.findall(r"^#\|\s*(default_exp|exporti?)[ \t]+([\w.]+)", source(cell), re.MULTILINE):
+            for directive, module in re.findall(
+                r"^#\|\s*(default_exp|exporti?)[ \t]+([\w.]+)", source(cell), re.MULTILINE
+            ):
                 (homes if directive == "default_exp" else guests)[f"llm_course.{module}"] = chapter
     return guests | homes
 
 
 def course_imports(code: str, module: str) -> list[tuple[str, str]]:
-    """All imports of the course in `code`, wherever they stand: (module, name), with an empty name for `import module`."""
+    """All imports of the course in `code`, wherever they stand: (module, name), with an empty name
+    for `import module`.
+    """
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
@@ -80,12 +98,19 @@ def course_imports(code: str, module: str) -> list[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom):
             # nbdev writes an absolute import of the course as a relative one.
             parent = module.split(".")[: -node.level] if node.level else []
-            found += [(".".join([*parent, *filter(None, [node.module])]), alias.name) for alias in node.names]
+            found += [
+                (".".join([*parent, *filter(None, [node.module])]), alias.name)
+                for alias in node.names
+            ]
     return [pair for pair in found if pair[0].split(".")[0] == "llm_course"]
 
 
-def import_faults(code: str, module: str, chapter: str, chapters: dict[str, str], *, demo: bool = False) -> list[str]:
-    """What in `code` breaks the rule: import by name, never a star, from earlier chapters (a demo: also from its own)."""
+def import_faults(
+    code: str, module: str, chapter: str, chapters: dict[str, str], *, demo: bool = False
+) -> list[str]:
+    """What in `code` breaks the rule: import by name, never a star, from earlier chapters (a demo:
+    also from its own).
+    """
     faults = []
     for imported, name in course_imports(code, module):
         if (imported, name) in {("llm_course", ""), ("llm_course", "__version__")}:
@@ -104,11 +129,17 @@ def import_faults(code: str, module: str, chapter: str, chapters: dict[str, str]
 
 
 def notebook_import_faults(notebook: dict, chapter: str, chapters: dict[str, str]) -> list[str]:
-    """A page uses what the reader has built: earlier chapters, its own module in demos; and always absolutely."""
+    """A page uses what the reader has built: earlier chapters, its own module in demos; and always
+    absolutely.
+    """
     faults = []
     for cell in code_cells(notebook):
         code = python(cell)
-        relative = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.level]
+        relative = [
+            node
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.ImportFrom) and node.level
+        ]
         faults += [f"{ast.unparse(node)}: import absolutely" for node in relative]
         if not relative:
             exported = re.search(r"^#\|\s*export", source(cell), re.MULTILINE)
@@ -123,7 +154,12 @@ MODULE_CHAPTERS = modules_by_chapter({path.stem: load(path) for path in CHAPTERS
 def test_module_imports_only_earlier_chapters(path):
     module = module_name(path)
     assert module in MODULE_CHAPTERS, f"no chapter exports {module}"
-    assert import_faults(path.read_text(encoding="utf-8"), module, MODULE_CHAPTERS[module], MODULE_CHAPTERS) == []
+    assert (
+        import_faults(
+            path.read_text(encoding="utf-8"), module, MODULE_CHAPTERS[module], MODULE_CHAPTERS
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=names(CHAPTERS))
@@ -147,7 +183,9 @@ def test_module_imports_alone_and_in_silence(path):
     assert (process.returncode, process.stdout) == (0, ""), process.stdout + process.stderr
 
 
-@pytest.mark.parametrize("code", ["import llm_course", "from llm_course.cli import main; sys.exit(main())"])
+@pytest.mark.parametrize(
+    "code", ["import llm_course", "from llm_course.cli import main; sys.exit(main())"]
+)
 def test_the_door_opens_without_torch(code):
     without_torch = "import sys; sys.modules['torch'] = None; "  # now importing it raises
     process = python_alone(without_torch + code, "--help")
@@ -156,7 +194,9 @@ def test_the_door_opens_without_torch(code):
 
 
 def test_package_is_what_the_notebooks_export(tmp_path):
-    shutil.copytree(ROOT / "nbs", tmp_path / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    shutil.copytree(
+        ROOT / "nbs", tmp_path / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints")
+    )
     shutil.copy(ROOT / "settings.ini", tmp_path)
     nbdev_export = Path(sys.executable).with_name("nbdev_export")
     subprocess.run([nbdev_export], cwd=tmp_path, check=True, env=os.environ | {"PYTHONUTF8": "1"})
@@ -165,27 +205,43 @@ def test_package_is_what_the_notebooks_export(tmp_path):
         paths = (p for p in (root / "llm_course").rglob("*.py") if p.name != "__init__.py")
         return {str(p.relative_to(root)): p.read_text(encoding="utf-8") for p in paths}
 
-    exported, committed = modules(tmp_path), modules(ROOT)
+    exported = modules(tmp_path)
+    committed = modules(ROOT)
     assert sorted(exported) == sorted(committed)
-    assert [name for name in exported if exported[name] != committed[name]] == [], "run `make export`"
+    assert [name for name in exported if exported[name] != committed[name]] == [], (
+        "run `make export`"
+    )
 
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
 def unsafe_loads(code: str) -> list[str]:
-    """Everything that could run what a file says: pickle in any disguise, and YAML's unsafe loaders."""
+    """Everything that could run what a file says: pickle in any disguise, and YAML's unsafe
+    loaders.
+    """
     faults = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             faults += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
         elif isinstance(node, ast.ImportFrom) and node.module:
             imported = [f"{node.module}.{alias.name}" for alias in node.names]
-            faults += [name for name in imported if name.split(".")[0] in UNPICKLERS or name == "torch.load"]
+            faults += [
+                name
+                for name in imported
+                if name.split(".")[0] in UNPICKLERS or name == "torch.load"
+            ]
         elif isinstance(node, ast.Call):
             call = ast.unparse(node.func)
-            allows_pickle = any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords)
-            if allows_pickle or call in {"torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}:
+            allows_pickle = any(
+                k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords
+            )
+            if allows_pickle or call in {
+                "torch.load",
+                "yaml.load",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+            }:
                 faults.append(ast.unparse(node))
     return faults
 
@@ -202,28 +258,44 @@ def test_module_is_short_and_unpickles_nothing(path):
 
 def title_faults(notebook: dict) -> list[str]:
     first = notebook["cells"][0]
-    promise = re.match(r"# \S.*\n\s*\n?> \S", source(first)) if first["cell_type"] == "markdown" else None
+    promise = (
+        re.match(r"# \S.*\n\s*\n?> \S", source(first)) if first["cell_type"] == "markdown" else None
+    )
     return [] if promise else ["the first cell must be `# Title` and then `> what it promises`"]
 
 
 def numbering_faults(paths: list[Path]) -> list[str]:
-    """Every page beside index.ipynb is NN_name, and only the pages of one chapter share their number."""
-    faults = [f"{p.name} is not called NN_name.ipynb" for p in paths if not re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", p.name)]
+    """Every page beside index.ipynb is NN_name, and only the pages of one chapter share their
+    number.
+    """
+    faults = [
+        f"{p.name} is not called NN_name.ipynb"
+        for p in paths
+        if not re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", p.name)
+    ]
     stems = [p.stem for p in paths if p.stem not in FURTHER_PAGES]
     clashes = [(a, b) for a, b in pairwise(sorted(stems)) if a[:2] == b[:2] and not b.startswith(a)]
     return faults + [f"{a} and {b} share a number" for a, b in clashes]
 
 
 PROGRESS = re.compile(r"\d%\||it/s|s/it|Warning")
-MACHINE = re.compile(r"(?<![\w.~/])/(?:home|root|Users|tmp|var|mnt|opt|work|content)/\w|\b[A-Z]:\\\\?\w|\bat 0x[0-9a-fA-F]{6,}")
+MACHINE = re.compile(
+    r"(?<![\w.~/])/(?:home|root|Users|tmp|var|mnt|opt|work|content)/\w|\b[A-Z]:\\\\?\w|\bat 0x[0-9a-fA-F]{6,}"
+)
 
 
 def shows_something(code: str) -> bool:
     """Whether a top-level statement prints, shows a plot, or is a bare value at the end."""
     statements = ast.parse(code).body
-    calls = [ast.unparse(s.value.func) for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+    calls = [
+        ast.unparse(s.value.func)
+        for s in statements
+        if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)
+    ]
     last = statements[-1] if statements else None
-    bare_value = isinstance(last, ast.Expr) and isinstance(last.value, ast.Name | ast.Attribute | ast.Subscript | ast.JoinedStr)
+    bare_value = isinstance(last, ast.Expr) and isinstance(
+        last.value, ast.Name | ast.Attribute | ast.Subscript | ast.JoinedStr
+    )
     return bare_value or bool({"print", "plt.show"} & set(calls))
 
 
@@ -235,21 +307,32 @@ def output_faults(notebook: dict) -> list[str]:
             continue
         shown = "".join("".join(output.get("text", "")) for output in cell["outputs"])
         for output in cell["outputs"]:
-            shown += "".join("".join(text) for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+            shown += "".join(
+                "".join(text)
+                for kind, text in output.get("data", {}).items()
+                if kind.startswith("text/")
+            )
             if output["output_type"] == "error":
                 faults.append(f"cell {index} stores an error: {output['ename']}")
             if output.get("name") == "stderr" and PROGRESS.search("".join(output["text"])):
                 faults.append(f"cell {index} stores a warning or a progress bar")
         if match := MACHINE.search(shown):
-            faults.append(f"cell {index} stores a path or an address: {shown[match.start() :][:40]!r}")
+            faults.append(
+                f"cell {index} stores a path or an address: {shown[match.start() :][:40]!r}"
+            )
         runs = not re.search(r"^#\|\s*(eval:\s*false|slow|gpu)", source(cell), re.MULTILINE)
         if runs and not cell["outputs"] and shows_something(python(cell)):
-            faults.append(f"cell {index} shows something, but its output is not stored: run the notebook and save it")
+            faults.append(
+                f"cell {index} shows something, but its output is not stored: run the notebook and save it"
+            )
     return faults
 
 
 def test_pages_are_numbered():
-    assert numbering_faults([p for p in (ROOT / "nbs").glob("*.ipynb") if p.name != "index.ipynb"]) == []
+    assert (
+        numbering_faults([p for p in (ROOT / "nbs").glob("*.ipynb") if p.name != "index.ipynb"])
+        == []
+    )
     assert numbering_faults(list((ROOT / "nbs" / "exercises").glob("*.ipynb"))) == []
 
 
@@ -262,9 +345,13 @@ def test_page_is_titled_small_executed_and_clean(path):
 
 
 def test_documents_link_to_every_chapter_and_only_to_what_exists():
-    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "CONTRIBUTING.md"]}
+    texts = {
+        name: (ROOT / name).read_text(encoding="utf-8") for name in ["README.md", "CONTRIBUTING.md"]
+    }
     links = {name: set(re.findall(r"\]\(([^)#:]+)\)", text)) for name, text in texts.items()}
-    assert {link for found in links.values() for link in found if not (ROOT / link).exists()} == set()
+    assert {
+        link for found in links.values() for link in found if not (ROOT / link).exists()
+    } == set()
     assert {f"nbs/{path.name}" for path in CHAPTERS} - links["README.md"] == set()
 
 
@@ -274,20 +361,32 @@ def test_documents_link_to_every_chapter_and_only_to_what_exists():
 def page(*cells: str | dict) -> dict:
     """A notebook of code cells; a dict is taken as it is."""
     blank = {"cell_type": "code", "outputs": []}
-    return {"cells": [cell if isinstance(cell, dict) else blank | {"source": [cell]} for cell in cells]}
+    return {
+        "cells": [cell if isinstance(cell, dict) else blank | {"source": [cell]} for cell in cells]
+    }
 
 
 def test_modules_are_mapped_to_chapters():
     chapters = {
         "03_a": page("#| default_exp model.a", "#| export\nx = 1"),
-        "05_b": page("#| default_exp model.b", "#| export model.a\ny = 2", "#| export shared\nz = 3"),
+        "05_b": page(
+            "#| default_exp model.b", "#| export model.a\ny = 2", "#| export shared\nz = 3"
+        ),
         "06_c": page("#| export shared\nw = 4"),
     }
-    expected = {"llm_course.model.a": "03_a", "llm_course.model.b": "05_b", "llm_course.shared": "06_c"}
+    expected = {
+        "llm_course.model.a": "03_a",
+        "llm_course.model.b": "05_b",
+        "llm_course.shared": "06_c",
+    }
     assert modules_by_chapter(chapters) == expected
 
 
-GRAPH = {"llm_course.model.mlp": "06_mlp", "llm_course.model.moe": "07_moe", "llm_course.training.engine": "14_engine"}
+GRAPH = {
+    "llm_course.model.mlp": "06_mlp",
+    "llm_course.model.moe": "07_moe",
+    "llm_course.training.engine": "14_engine",
+}
 
 
 @pytest.mark.parametrize(
@@ -336,7 +435,10 @@ def test_planted_import_on_a_page(code, fault):
         ("torch.load(path, weights_only=True)", 1),
         ("np.load(path, allow_pickle=True)", 1),
         ("yaml.load(text, yaml.Loader)", 1),
-        ("np.load(path)\nyaml.safe_load(text)\nsafetensors.torch.load_file(path)\nmodel.load_state_dict(state)", 0),
+        (
+            "np.load(path)\nyaml.safe_load(text)\nsafetensors.torch.load_file(path)\nmodel.load_state_dict(state)",
+            0,
+        ),
     ],
 )
 def test_planted_unpickler(code, count):
@@ -344,7 +446,11 @@ def test_planted_unpickler(code, count):
 
 
 def cell_with(text: str = "", **output) -> dict:
-    return {"cell_type": "code", "source": ["print(x)"], "outputs": [{"output_type": "stream", "text": [text], **output}]}
+    return {
+        "cell_type": "code",
+        "source": ["print(x)"],
+        "outputs": [{"output_type": "stream", "text": [text], **output}],
+    }
 
 
 @pytest.mark.parametrize(
@@ -370,10 +476,20 @@ def test_planted_output(cell, count):
 
 
 def test_planted_title_and_number():
-    assert title_faults(page({"cell_type": "markdown", "source": ["# Attention\n", "\n", "> Read what came before."]})) == []
+    assert (
+        title_faults(
+            page(
+                {
+                    "cell_type": "markdown",
+                    "source": ["# Attention\n", "\n", "> Read what came before."],
+                }
+            )
+        )
+        == []
+    )
     assert title_faults(page({"cell_type": "markdown", "source": ["Attention, a chapter"]}))
     assert title_faults(page("x = 1"))
     assert numbering_faults([Path("01_a.ipynb"), Path("01_a_more.ipynb"), Path("02_b.ipynb")]) == []
-    assert numbering_faults([Path("01_bpe.ipynb"), Path("01_tokenization.ipynb")]) == []
+    assert numbering_faults([Path("01a_bpe.ipynb"), Path("01b_tokenization.ipynb")]) == []
     assert numbering_faults([Path("01_a.ipynb"), Path("01_b.ipynb")])
     assert numbering_faults([Path("attention.ipynb")])

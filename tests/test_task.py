@@ -1,4 +1,6 @@
-"""Sums that add up, optimizers and schedules equal to PyTorch's and to their formulas, and tasks of the user's own."""
+"""Sums that add up, optimizers and schedules equal to PyTorch's and to their formulas, and tasks of
+the user's own.
+"""
 
 import copy
 import math
@@ -34,7 +36,9 @@ from llm_course.training.task import (
 )
 
 TINY = ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2)
-EXPERTS = ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, use_moe=True, num_experts=4, top_k=2)
+EXPERTS = ModelConfig(
+    vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, use_moe=True, num_experts=4, top_k=2
+)
 
 
 def seeded(seed=0):
@@ -48,11 +52,17 @@ def lm_batch(rows=6, length=8, ignored=0.4, seed=0):
 
 
 def cut(batch, *places):
-    return [dict(zip(batch, parts, strict=True)) for parts in zip(*(t.tensor_split(places) for t in batch.values()), strict=True)]
+    return [
+        dict(zip(batch, parts, strict=True))
+        for parts in zip(*(t.tensor_split(places) for t in batch.values()), strict=True)
+    ]
 
 
 def matrix_and_vector(seed=0):
-    return [nn.Parameter(torch.randn(12, 8, generator=seeded(seed))), nn.Parameter(torch.randn(8, generator=seeded(seed + 1)))]
+    return [
+        nn.Parameter(torch.randn(12, 8, generator=seeded(seed))),
+        nn.Parameter(torch.randn(8, generator=seeded(seed + 1))),
+    ]
 
 
 def muon(W, b, **options):
@@ -64,7 +74,9 @@ def run_steps(optimizers, parameters, steps, seed=0, dtype=torch.float32):
     generator = seeded(seed)
     for _ in range(steps):
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype).to(parameter.device)
+            parameter.grad = (
+                torch.randn(parameter.shape, generator=generator).to(dtype).to(parameter.device)
+            )
         for optimizer in optimizers:
             optimizer.step()
 
@@ -78,11 +90,17 @@ def test_what_a_subclass_forgets_is_named(method):
         pass
 
     with pytest.raises(NotImplementedError, match=f"Forgetful must define {method}"):
-        getattr(Forgetful(Config()), method)(*[None] * {"build_data": 0, "build_model": 1, "train_step": 2}[method])
+        getattr(Forgetful(Config()), method)(
+            *[None] * {"build_data": 0, "build_model": 1, "train_step": 2}[method]
+        )
 
 
 def test_defaults_of_a_task():
-    task = RegressionTask(Config(optimization=OptimizationConfig(optimizer="adamw", learning_rate=0.5, warmup_steps=10)))
+    task = RegressionTask(
+        Config(
+            optimization=OptimizationConfig(optimizer="adamw", learning_rate=0.5, warmup_steps=10)
+        )
+    )
     optimizer = task.build_optimizer(nn.Linear(3, 2))
     assert isinstance(optimizer, torch.optim.AdamW)
     scheduler = task.build_scheduler(optimizer, max_steps=20)
@@ -100,15 +118,24 @@ def test_sums_of_micro_batches_are_those_of_the_batch(task, places):
         task = RegressionTask(Config())
         data = task.build_data()
         data.setup()
-        model, batch = task.build_model(data), data.train_dataset.__getitems__(list(range(6)))
+        model = task.build_model(data)
+        batch = data.train_dataset.__getitems__(list(range(6)))
     else:
         config = TINY if task == "dense" else EXPERTS
-        task, model, batch = LanguageModelingTask(Config(model=config)), DecoderModel(config), lm_batch()
-    whole, parts = task.train_step(model, batch), [task.train_step(model, part) for part in cut(batch, *places)]
+        task = LanguageModelingTask(Config(model=config))
+        model = DecoderModel(config)
+        batch = lm_batch()
+    whole = task.train_step(model, batch)
+    parts = [task.train_step(model, part) for part in cut(batch, *places)]
     assert_close(sum(part.loss_sum for part in parts), whole.loss_sum)
-    assert sum(part.num_targets for part in parts) == whole.num_targets and not whole.num_targets.is_floating_point()
-    gradients = [torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True) for loss in
-                 (whole.loss_sum, sum(part.loss_sum for part in parts))]  # fmt: skip
+    assert (
+        sum(part.num_targets for part in parts) == whole.num_targets
+        and not whole.num_targets.is_floating_point()
+    )
+    gradients = [
+        torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
+        for loss in (whole.loss_sum, sum(part.loss_sum for part in parts))
+    ]
     assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
@@ -121,7 +148,8 @@ def test_solution_is_the_minimum(num_examples, seed):
     data = LinearDataModule(num_examples=num_examples, seed=seed)
     data.setup()
     assert len(data.train_dataset) + len(data.val_dataset) == num_examples
-    x, y = data.train_dataset.x, data.train_dataset.y
+    x = data.train_dataset.x
+    y = data.train_dataset.y
 
     def loss(solution):
         return (x @ solution[:-1] + solution[-1] - y).square().mean()
@@ -134,7 +162,9 @@ def test_solution_is_the_minimum(num_examples, seed):
 
 
 def test_linear_data_is_a_function_of_its_seed():
-    first, again, other = LinearDataModule(seed=1), LinearDataModule(seed=1), LinearDataModule(seed=2)
+    first = LinearDataModule(seed=1)
+    again = LinearDataModule(seed=1)
+    other = LinearDataModule(seed=2)
     for data in (first, again, other):
         data.setup()
     assert torch.equal(first.train_dataset.x, again.train_dataset.x)
@@ -145,7 +175,9 @@ def test_linear_data_is_a_function_of_its_seed():
 
 
 def test_regression_reaches_the_solution():
-    optimization = OptimizationConfig(learning_rate=0.1, warmup_steps=5, weight_decay=0.0, min_lr_ratio=0.0)
+    optimization = OptimizationConfig(
+        learning_rate=0.1, warmup_steps=5, weight_decay=0.0, min_lr_ratio=0.0
+    )
     task = RegressionTask(Config(training=TrainingConfig(batch_size=64), optimization=optimization))
     data = task.build_data()
     data.setup()
@@ -172,15 +204,23 @@ def test_adamw_is_the_formula_and_decays_matrices_only():
     config = OptimizationConfig(learning_rate=0.01, weight_decay=0.3, beta1=0.8, beta2=0.9)
     optimizer = build_optimizer(model, config)
     parameters = list(model.parameters())
-    expected = [(p.detach().double(), torch.zeros(p.shape).double(), torch.zeros(p.shape).double()) for p in parameters]
+    expected = [
+        (p.detach().double(), torch.zeros(p.shape).double(), torch.zeros(p.shape).double())
+        for p in parameters
+    ]
     generator = seeded()
     for t in range(1, 8):
         for place, parameter in enumerate(parameters):
             g = parameter.grad = torch.randn(parameter.shape, generator=generator)
             p, m, v = expected[place]
-            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+            m = 0.8 * m + 0.2 * g
+            v = 0.9 * v + 0.1 * g**2
             p = p * (1 - 0.01 * (0.3 if p.ndim == 2 else 0.0))
-            expected[place] = p - 0.01 * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-8), m, v
+            expected[place] = (
+                p - 0.01 * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-8),
+                m,
+                v,
+            )
         optimizer.step()
     for parameter, (p, _, _) in zip(parameters, expected, strict=True):
         assert_close(parameter.detach().double(), p, rtol=1e-5, atol=1e-6)
@@ -190,9 +230,13 @@ def test_adamw_is_the_formula_and_decays_matrices_only():
 @pytest.mark.parametrize("config", [TINY, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_in_one_group(optimizer, config, tied):
-    model = DecoderModel(ModelConfig(**(vars(config) | {"tie_word_embeddings": tied, "position_type": "learned"})))
+    model = DecoderModel(
+        ModelConfig(**(vars(config) | {"tie_word_embeddings": tied, "position_type": "learned"}))
+    )
     frozen = model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
-    groups = build_optimizer(model, OptimizationConfig(optimizer=optimizer, weight_decay=0.1)).param_groups
+    groups = build_optimizer(
+        model, OptimizationConfig(optimizer=optimizer, weight_decay=0.1)
+    ).param_groups
     held = [id(p) for group in groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p is not frozen)
     for group in groups:
@@ -200,23 +244,35 @@ def test_every_parameter_is_in_one_group(optimizer, config, tied):
     if optimizer == "muon":
         inner = {id(p) for group in groups if group["muon"] for p in group["params"]}
         names = {name for name, p in model.named_parameters() if id(p) in inner}
-        assert all(name.startswith("layers.") for name in names) and "layers.1.self_attn.q_proj.weight" in names
+        assert (
+            all(name.startswith("layers.") for name in names)
+            and "layers.1.self_attn.q_proj.weight" in names
+        )
         assert ("layers.0.mlp.experts.down_proj" in names) == (config is EXPERTS)
 
 
 def test_other_models_embeddings_are_found_by_their_type():
-    model = nn.ModuleDict({"wte": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)})
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 5)}
+    )
     groups = build_optimizer(model, OptimizationConfig(optimizer="muon")).param_groups
     assert [group["muon"] for group in groups] == [True, False, False]
-    assert groups[0]["params"][0] is model["body"].weight and len(groups[1]["params"]) == len(groups[2]["params"]) == 2
+    assert (
+        groups[0]["params"][0] is model["body"].weight
+        and len(groups[1]["params"]) == len(groups[2]["params"]) == 2
+    )
 
 
 def test_impossible_optimizers_are_refused():
-    with pytest.raises(ValueError, match="muon needs a matrix inside the model, and there is none: take adamw"):
+    with pytest.raises(
+        ValueError, match="muon needs a matrix inside the model, and there is none: take adamw"
+    ):
         build_optimizer(nn.Embedding(4, 3), OptimizationConfig(optimizer="muon"))
     for name in ("adamw", "muon"):
         with pytest.raises(ValueError, match="Linear has no parameter with requires_grad=True"):
-            build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizationConfig(optimizer=name))
+            build_optimizer(
+                nn.Linear(2, 2).requires_grad_(False), OptimizationConfig(optimizer=name)
+            )
     with pytest.raises(ValueError, match=r"shape \(3,\): only matrices"):
         Muon([dict(params=[nn.Parameter(torch.ones(3))], muon=True)])
 
@@ -225,8 +281,14 @@ def test_impossible_optimizers_are_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(stack=st.lists(st.integers(1, 3), max_size=2), M=st.integers(1, 9), N=st.integers(1, 9),
-       steps=st.integers(0, 8), scale=st.sampled_from([1e-4, 1.0, 1e4]), seed=st.integers(0, 99))  # fmt: skip
+@given(
+    stack=st.lists(st.integers(1, 3), max_size=2),
+    M=st.integers(1, 9),
+    N=st.integers(1, 9),
+    steps=st.integers(0, 8),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    seed=st.integers(0, 99),
+)
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(stack, M, N, steps, scale, seed):
     matrices = scale * torch.randn(*stack, M, N, generator=seeded(seed), dtype=torch.float64)
     before = matrices.clone()
@@ -234,7 +296,12 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(stack, M, N, steps
     s = S / S.norm(dim=-1, keepdim=True)
     for _ in range(steps):
         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-    assert_close(newton_schulz(matrices, steps=steps, dtype=torch.float64), U @ (s[..., None] * Vh), rtol=0, atol=1e-9)
+    assert_close(
+        newton_schulz(matrices, steps=steps, dtype=torch.float64),
+        U @ (s[..., None] * Vh),
+        rtol=0,
+        atol=1e-9,
+    )
     assert torch.equal(matrices, before)
 
 
@@ -245,8 +312,13 @@ def test_newton_schulz_is_nearly_orthogonal(dtype):
     U, _, Vh = torch.linalg.svd(matrix, full_matrices=False)
     values = torch.linalg.svdvals(got)
     assert got.dtype == torch.float32 and 0.6 < values.min() and values.max() < 1.3
-    assert (got - U @ Vh).norm() / (U @ Vh).norm() < 0.35 < (matrix / matrix.norm() - U @ Vh).norm() / (U @ Vh).norm()
-    assert torch.equal(newton_schulz(torch.zeros(3, 2, 2), dtype=dtype), torch.zeros(3, 2, 2))  # experts without a token
+    assert (
+        (got - U @ Vh).norm() / (U @ Vh).norm()
+        < 0.35
+        < (matrix / matrix.norm() - U @ Vh).norm() / (U @ Vh).norm()
+    )
+    # experts without a token
+    assert torch.equal(newton_schulz(torch.zeros(3, 2, 2), dtype=dtype), torch.zeros(3, 2, 2))
 
 
 def test_newton_schulz_lifts_what_is_above_a_700th_of_the_norm():
@@ -264,8 +336,15 @@ def test_newton_schulz_lifts_what_is_above_a_700th_of_the_norm():
 def test_muon_equals_the_formula(shape, weight_decay):
     p = torch.randn(shape, generator=seeded(7))
     W = nn.Parameter(p.clone())
-    optimizer = Muon([dict(params=[W], muon=True)], lr=0.02, momentum=0.9, weight_decay=weight_decay, dtype=torch.float32)
-    B, generator = torch.zeros(shape), seeded()
+    optimizer = Muon(
+        [dict(params=[W], muon=True)],
+        lr=0.02,
+        momentum=0.9,
+        weight_decay=weight_decay,
+        dtype=torch.float32,
+    )
+    B = torch.zeros(shape)
+    generator = seeded()
     for _ in range(10):
         W.grad = torch.randn(shape, generator=generator)
         optimizer.step()
@@ -281,12 +360,16 @@ def test_muon_equals_the_formula(shape, weight_decay):
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12)])
 def test_muon_and_its_adamw_equal_pytorchs(shape):
-    (W, _), (b, c) = matrix_and_vector(), [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    (W, _) = matrix_and_vector()
+    (b, c) = [nn.Parameter(torch.ones(8)) for _ in range(2)]
     W = nn.Parameter(torch.randn(shape, generator=seeded()))
-    V, start = nn.Parameter(W.detach().clone()), W.detach().clone()
+    V = nn.Parameter(W.detach().clone())
+    start = W.detach().clone()
     run_steps([muon(W, b, dtype=torch.bfloat16, weight_decay=0.1)], [W, b], 15)
     theirs = torch.optim.Muon([V], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    run_steps([theirs, torch.optim.AdamW([c], lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)], [V, c], 15)
+    run_steps(
+        [theirs, torch.optim.AdamW([c], lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)], [V, c], 15
+    )
     assert_close(b, c)
     assert_close(W, V, rtol=0, atol=6e-3)
     assert (V - start).abs().max() > 0.05  # far more than the tolerance
@@ -294,7 +377,8 @@ def test_muon_and_its_adamw_equal_pytorchs(shape):
 
 def test_a_stack_of_matrices_is_so_many_matrices():
     start = torch.randn(3, 6, 4, generator=seeded())
-    stack, single = nn.Parameter(start.clone()), [nn.Parameter(matrix.clone()) for matrix in start]
+    stack = nn.Parameter(start.clone())
+    single = [nn.Parameter(matrix.clone()) for matrix in start]
     together = Muon([dict(params=[stack], muon=True)], dtype=torch.float32)
     apart = Muon([dict(params=single, muon=True)], dtype=torch.float32)
     generator = seeded(1)
@@ -312,12 +396,24 @@ def test_a_stack_of_matrices_is_so_many_matrices():
 
 
 def test_small_matrices_of_one_shape_step_in_stacks_and_as_each_alone():
-    shapes = [(8, 8), (12, 8), (8, 8), (2, 4, 4), (8, 8), (1024, 256), (1024, 256), (1024, 256), (0, 8)]
+    shapes = [
+        (8, 8),
+        (12, 8),
+        (8, 8),
+        (2, 4, 4),
+        (8, 8),
+        (1024, 256),
+        (1024, 256),
+        (1024, 256),
+        (0, 8),
+    ]
     generator = seeded()
     start = [torch.randn(shape, generator=generator) for shape in shapes]
     parameters, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
     together = Muon([dict(params=parameters, muon=True)], dtype=torch.float32)
-    apart = [Muon([dict(params=[parameter], muon=True)], dtype=torch.float32) for parameter in alone]
+    apart = [
+        Muon([dict(params=[parameter], muon=True)], dtype=torch.float32) for parameter in alone
+    ]
     for _ in range(3):
         for p, q in zip(parameters, alone, strict=True):
             p.grad = torch.randn(p.shape, generator=generator)
@@ -328,12 +424,16 @@ def test_small_matrices_of_one_shape_step_in_stacks_and_as_each_alone():
     for p, q, before in zip(parameters, alone, start, strict=True):
         assert_close(p.detach(), q.detach())
         assert before.numel() == 0 or (p - before).abs().max() > 1e-4
-    assert [len(stack) for stack in _stacks(parameters)] == [3, 1, 1, 2, 1, 1]  # at most half a million numbers in one
+    # at most half a million numbers in one
+    assert [len(stack) for stack in _stacks(parameters)] == [3, 1, 1, 2, 1, 1]
 
 
 def test_an_idle_expert_goes_on_unless_it_never_had_a_gradient():
     experts = nn.Parameter(torch.zeros(3, 8, 8))  # busy, idle after two steps, idle from the start
-    optimizer, generator = Muon([dict(params=[experts], muon=True, weight_decay=0.0)], lr=1.0, dtype=torch.float32), seeded()
+    optimizer = Muon(
+        [dict(params=[experts], muon=True, weight_decay=0.0)], lr=1.0, dtype=torch.float32
+    )
+    generator = seeded()
     for step in range(401):
         noise = 1e-3 * torch.randn(experts.shape, generator=generator)
         experts.grad = noise * torch.tensor([1, step < 2, 0])[:, None, None]
@@ -356,7 +456,8 @@ def test_muons_steps_have_the_size_of_adamws(lr):
 
 def test_parameters_without_gradient_stay():
     W, b = matrix_and_vector()
-    before, optimizer = [W.detach().clone(), b.detach().clone()], muon(W, b)
+    before = [W.detach().clone(), b.detach().clone()]
+    optimizer = muon(W, b)
     optimizer.step()
     assert torch.equal(W, before[0]) and torch.equal(b, before[1]) and not optimizer.state
     b.grad = torch.ones(8)
@@ -365,10 +466,13 @@ def test_parameters_without_gradient_stay():
 
 
 def test_step_of_muon_is_a_step_of_an_optimizer():
-    """Hooks fire once, also where an AdamW was made before; the closure runs first and once; groups stay."""
+    """Hooks fire once, also where an AdamW was made before; the closure runs first and once; groups
+    stay.
+    """
     W, b = matrix_and_vector()
     torch.optim.AdamW([b])
-    optimizer, events = muon(W, b), []
+    optimizer = muon(W, b)
+    events = []
     groups = optimizer.param_groups
     optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
     optimizer.register_step_post_hook(lambda *_: events.append("post"))
@@ -384,7 +488,8 @@ def test_step_of_muon_is_a_step_of_an_optimizer():
     start = W.detach().clone()
     loss = optimizer.step(closure)
     assert events == ["pre", "closure", "post"] and loss.item() > 0
-    assert optimizer.param_groups is groups and not torch.equal(W, start)  # W had no gradient before the closure
+    # W had no gradient before the closure
+    assert optimizer.param_groups is groups and not torch.equal(W, start)
 
     def failing():
         raise RuntimeError("in the closure")
@@ -398,7 +503,11 @@ def test_step_of_muon_is_a_step_of_an_optimizer():
 def test_schedule_reaches_all_groups_of_muon():
     W, b = matrix_and_vector()
     optimizer = muon(W, b, lr=1.0)
-    scheduler = build_schedule(optimizer, OptimizationConfig(schedule="linear", warmup_steps=2, min_lr_ratio=0.0), max_steps=4)
+    scheduler = build_schedule(
+        optimizer,
+        OptimizationConfig(schedule="linear", warmup_steps=2, min_lr_ratio=0.0),
+        max_steps=4,
+    )
     seen = []
     for _ in range(4):
         seen.append([group["lr"] for group in optimizer.param_groups])
@@ -415,9 +524,11 @@ def test_schedule_reaches_all_groups_of_muon():
 @pytest.mark.parametrize("bad", ["W", "b"])
 def test_gradscaler_skips_muon_whole(bad):
     W, b = matrix_and_vector()
-    optimizer, scaler = muon(W, b), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = muon(W, b)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = [W.detach().clone(), b.detach().clone()]
-    W.grad, b.grad = torch.ones(12, 8), torch.ones(8)
+    W.grad = torch.ones(12, 8)
+    b.grad = torch.ones(8)
     {"W": W, "b": b}[bad].grad[0] = math.inf
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
@@ -426,7 +537,10 @@ def test_gradscaler_skips_muon_whole(bad):
     # and a scaled step is the unscaled one
     V, c = matrix_and_vector()
     plain = muon(V, c)
-    V.grad, c.grad, W.grad, b.grad = torch.ones(12, 8), torch.ones(8), torch.full((12, 8), 4.0), torch.full((8,), 4.0)
+    V.grad = torch.ones(12, 8)
+    c.grad = torch.ones(8)
+    W.grad = torch.full((12, 8), 4.0)
+    b.grad = torch.full((8,), 4.0)
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     plain.step()
@@ -439,7 +553,8 @@ def test_muon_goes_on_from_a_copy_bit_for_bit(way):
     optimizer = muon(W, b)
     run_steps([optimizer], [W, b], 3)
     if way == "state_dict":
-        V, c = nn.Parameter(W.detach().clone()), nn.Parameter(b.detach().clone())
+        V = nn.Parameter(W.detach().clone())
+        c = nn.Parameter(b.detach().clone())
         other = muon(V, c)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     elif way == "deepcopy":
@@ -453,7 +568,10 @@ def test_muon_goes_on_from_a_copy_bit_for_bit(way):
     assert torch.equal(W, V) and torch.equal(b, c)
     fresh = muon(*(copies := [nn.Parameter(torch.zeros(12, 8)), nn.Parameter(torch.zeros(8))]))
     run_steps([fresh], copies, 1)
-    assert {tuple(state) for state in fresh.state.values()} == {("momentum_buffer",), ("step", "exp_avg", "exp_avg_sq")}
+    assert {tuple(state) for state in fresh.state.values()} == {
+        ("momentum_buffer",),
+        ("step", "exp_avg", "exp_avg_sq"),
+    }
 
 
 def test_dtype_follows_the_hardware(monkeypatch):
@@ -462,7 +580,9 @@ def test_dtype_follows_the_hardware(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported[1])  # noqa: B023
         expected = torch.bfloat16 if any(supported) else torch.float32
         assert _muon_dtype(torch.device("cpu")) == expected
-        assert build_optimizer(nn.Linear(2, 2), OptimizationConfig(optimizer="muon")).dtype == expected
+        assert (
+            build_optimizer(nn.Linear(2, 2), OptimizationConfig(optimizer="muon")).dtype == expected
+        )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert _muon_dtype(torch.device("cuda")) == torch.float32
 
@@ -472,7 +592,11 @@ def test_dtype_follows_the_hardware(monkeypatch):
 def test_muon_and_the_precision_ask_the_same_question(monkeypatch, device, native):
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: native)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or native,
+    )
     expected = torch.bfloat16 if computes_in_bf16(torch.device(device)) else torch.float32
     assert _muon_dtype(torch.device(device)) == expected
     assert computes_in_bf16(torch.device(device)) is (native and device in ("cpu", "cuda"))
@@ -499,7 +623,9 @@ def test_on_cuda():
         before = model.weight.detach().clone()
         for scale_of_loss, changed in ((math.inf, False), (1.0, True)):
             optimizer.zero_grad()
-            scaler.scale(scale_of_loss * model(torch.ones(2, 64, device="cuda")).square().sum()).backward()
+            scaler.scale(
+                scale_of_loss * model(torch.ones(2, 64, device="cuda")).square().sum()
+            ).backward()
             scaler.step(optimizer)
             scaler.update()
             assert torch.equal(model.weight, before) != changed and model.weight.isfinite().all()
@@ -510,7 +636,8 @@ def test_on_cuda():
 
 def rates(make_scheduler, steps):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5)
-    scheduler, seen = make_scheduler(optimizer), []
+    scheduler = make_scheduler(optimizer)
+    seen = []
     for _ in range(steps):
         seen.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -519,8 +646,12 @@ def rates(make_scheduler, steps):
 
 
 @settings(max_examples=40, deadline=None)
-@given(schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]), warmup=st.integers(2, 30),
-       fifths=st.integers(1, 8), ratio=st.sampled_from([0.01, 0.1, 0.5, 1.0]))  # fmt: skip
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
+    warmup=st.integers(2, 30),
+    fifths=st.integers(1, 8),
+    ratio=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+)
 def test_schedules_equal_pytorchs(schedule, warmup, fifths, ratio):
     steps = 5 * (fifths + warmup)  # the last 20% are whole steps, and the warmup ends before them
     down = {
@@ -533,16 +664,32 @@ def test_schedules_equal_pytorchs(schedule, warmup, fifths, ratio):
     config = OptimizationConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = rates(lambda o: SequentialLR(o, [LinearLR(o, 1 / warmup, 1.0, total_iters=warmup - 1), *down(o)], ends), steps)
-    assert_close(rates(lambda o: build_schedule(o, config, max_steps=steps), steps), theirs, rtol=1e-7, atol=0)
+        theirs = rates(
+            lambda o: SequentialLR(
+                o, [LinearLR(o, 1 / warmup, 1.0, total_iters=warmup - 1), *down(o)], ends
+            ),
+            steps,
+        )
+    assert_close(
+        rates(lambda o: build_schedule(o, config, max_steps=steps), steps),
+        theirs,
+        rtol=1e-7,
+        atol=0,
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]), warmup=st.integers(0, 40),
-       max_steps=st.integers(0, 60), ratio=st.floats(0, 1))  # fmt: skip
+@given(
+    schedule=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
+    warmup=st.integers(0, 40),
+    max_steps=st.integers(0, 60),
+    ratio=st.floats(0, 1),
+)
 def test_a_schedule_rises_once_and_then_never(schedule, warmup, max_steps, ratio):
     config = OptimizationConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
-    factors = [learning_rate_factor(step, config, max_steps=max_steps) for step in range(max_steps + 45)]
+    factors = [
+        learning_rate_factor(step, config, max_steps=max_steps) for step in range(max_steps + 45)
+    ]
     assert all(0 <= factor <= 1 for factor in factors)
     assert factors[:warmup] == [(step + 1) / warmup for step in range(warmup)][: len(factors)]
     falling = factors[warmup:]
@@ -555,20 +702,26 @@ def test_a_schedule_rises_once_and_then_never(schedule, warmup, max_steps, ratio
 
 def test_values_by_hand():
     def share(schedule, step):
-        return learning_rate_factor(step, OptimizationConfig(schedule=schedule, warmup_steps=10), max_steps=100)
+        return learning_rate_factor(
+            step, OptimizationConfig(schedule=schedule, warmup_steps=10), max_steps=100
+        )
 
     assert [share("cosine", step) for step in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
     assert share("cosine", 55) == pytest.approx(0.55) and share("linear", 55) == pytest.approx(0.55)
-    assert share("cosine", 40) == pytest.approx(0.775)  # a third of half a wave: (1 - cos 60) / 2 = 1/4 of the way
+    # a third of half a wave: (1 - cos 60) / 2 = 1/4 of the way
+    assert share("cosine", 40) == pytest.approx(0.775)
     assert share("linear", 40) == pytest.approx(0.7)
-    assert [share("wsd", step) for step in (10, 80)] == [1.0, 1.0] and share("wsd", 90) == pytest.approx(0.55)
+    assert [share("wsd", step) for step in (10, 80)] == [1.0, 1.0] and share(
+        "wsd", 90
+    ) == pytest.approx(0.55)
 
 
 # ---------------------------------------------------------------- language modelling
 
 
 def test_masked_labels_do_not_count_and_none_at_all_is_no_error():
-    model, batch = DecoderModel(TINY), lm_batch(ignored=1.0)
+    model = DecoderModel(TINY)
+    batch = lm_batch(ignored=1.0)
     output = LanguageModelingTask(Config(model=TINY)).train_step(model, batch)
     assert output.loss_sum.item() == 0 and output.num_targets.item() == 0
     nn.init.zeros_(model.lm_head.weight)
@@ -578,9 +731,12 @@ def test_masked_labels_do_not_count_and_none_at_all_is_no_error():
 
 
 def test_auxiliary_loss_is_trained_on_and_not_reported():
-    model, batch = DecoderModel(EXPERTS), lm_batch()
+    model = DecoderModel(EXPERTS)
+    batch = lm_batch()
     task = LanguageModelingTask(Config(model=EXPERTS))
-    train, val, direct = task.train_step(model, batch), task.validation_step(model, batch), model(**batch)
+    train = task.train_step(model, batch)
+    val = task.validation_step(model, batch)
+    direct = model(**batch)
     assert direct.aux_loss > 0 and val.aux_sum == 0.0
     assert_close(train.aux_sum / train.num_targets, direct.aux_loss)
     assert_close([train.loss_sum, val.loss_sum], [direct.loss_sum] * 2)
@@ -588,11 +744,14 @@ def test_auxiliary_loss_is_trained_on_and_not_reported():
 
 
 def test_documents_are_kept_apart_and_unknown_fields_ignored():
-    model, batch = DecoderModel(TINY), lm_batch()
+    model = DecoderModel(TINY)
+    batch = lm_batch()
     task = LanguageModelingTask(Config(model=TINY))
     plain = task.train_step(model, batch | {"attention_mask": torch.zeros(6, 8)}).loss_sum
     assert_close(plain, task.train_step(model, batch).loss_sum)
-    documents = task.train_step(model, batch | {"document_ids": torch.arange(8).expand(6, 8) // 4}).loss_sum
+    documents = task.train_step(
+        model, batch | {"document_ids": torch.arange(8).expand(6, 8) // 4}
+    ).loss_sum
     assert not torch.allclose(plain, documents)
 
 
@@ -602,7 +761,11 @@ class CopyTask(LanguageModelingTask):
 
 
 def copy_task(**optimization):
-    config = Config(model=EXPERTS, data=DataConfig(sequence_length=8), optimization=OptimizationConfig(**optimization))
+    config = Config(
+        model=EXPERTS,
+        data=DataConfig(sequence_length=8),
+        optimization=OptimizationConfig(**optimization),
+    )
     return CopyTask(config)
 
 
@@ -611,14 +774,16 @@ def biases(model):
 
 
 def test_router_bias_follows_the_loads_of_the_whole_step():
-    task, model = copy_task(router_bias_rate=0.25), DecoderModel(EXPERTS)
+    task = copy_task(router_bias_rate=0.25)
+    model = DecoderModel(EXPERTS)
     parts = cut(lm_batch(), 1, 4)
     with torch.no_grad():
         loads = sum(model(**part).tokens_per_expert for part in parts)  # (L, E)
     for part in parts:
         task.train_step(model, part)
         task.validation_step(model, part)  # must not count
-    other_rank, handed = torch.randint(0, 50, loads.shape, generator=seeded()), []
+    other_rank = torch.randint(0, 50, loads.shape, generator=seeded())
+    handed = []
     task.after_update(model, lambda counts: handed.append(counts) or counts + other_rank)
     assert torch.equal(handed[0], loads)
     expected = (loads + other_rank).float()
@@ -626,7 +791,8 @@ def test_router_bias_follows_the_loads_of_the_whole_step():
     before = biases(model)
     task.after_update(model, lambda counts: counts)  # used once
     assert torch.equal(biases(model), before) and before.abs().max() > 0
-    quiet, dense = copy_task(), DecoderModel(TINY)
+    quiet = copy_task()
+    dense = DecoderModel(TINY)
     quiet.train_step(model, parts[0])
     quiet.after_update(model, lambda counts: counts)
     assert torch.equal(biases(model), before)
@@ -639,17 +805,23 @@ def test_the_vocabulary_is_that_of_the_data():
     data = task.build_data()
     assert data.vocab_size == 11 and task.build_model(data).config.vocab_size == 11
     data.vocab_size = 12
-    with pytest.raises(ValueError, match="model.vocab_size=11 is not the tokenizer's 12: leave it out"):
+    with pytest.raises(
+        ValueError, match="model.vocab_size=11 is not the tokenizer's 12: leave it out"
+    ):
         task.build_model(data)
     assert task.metrics(1.0, data) == {}  # no text, no bytes
 
 
 def test_text_from_the_configuration_to_bits_per_byte(tmp_path):
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n\n" * 40, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(
+        "The quick brown fox jumps over the lazy dog.\n\n" * 40, encoding="utf-8"
+    )
     config = Config(
         run_dir=str(tmp_path / "run"),
         model=ModelConfig(hidden_size=16, num_layers=1, num_heads=2),
-        data=DataConfig(files=str(tmp_path / "text.txt"), vocab_size=270, sequence_length=16, val_fraction=0.2),
+        data=DataConfig(
+            files=str(tmp_path / "text.txt"), vocab_size=270, sequence_length=16, val_fraction=0.2
+        ),
         training=TrainingConfig(batch_size=3, seed=5, activation_checkpointing=True),
     )
     config.logging.progress = False
@@ -662,5 +834,9 @@ def test_text_from_the_configuration_to_bits_per_byte(tmp_path):
     assert data.seed == 5 and batch["input_ids"].shape == (3, 16) and model.activation_checkpointing
     output = task.train_step(model, batch)
     output.loss_sum.backward()
-    assert output.num_targets == 48 and output.loss_sum.item() / 48 == pytest.approx(math.log(data.vocab_size), rel=0.1)
-    assert task.metrics(data.bytes_per_token * math.log(2), data)["bits_per_byte"] == pytest.approx(1.0)
+    assert output.num_targets == 48 and output.loss_sum.item() / 48 == pytest.approx(
+        math.log(data.vocab_size), rel=0.1
+    )
+    assert task.metrics(data.bytes_per_token * math.log(2), data)["bits_per_byte"] == pytest.approx(
+        1.0
+    )

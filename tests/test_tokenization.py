@@ -1,4 +1,6 @@
-"""The tokenizers at their edges: any text, any bytes, any cut, bad files, and two libraries as the oracles."""
+"""The tokenizers at their edges: any text, any bytes, any cut, bad files, and two libraries as the
+oracles.
+"""
 
 import itertools
 import json
@@ -27,10 +29,11 @@ from llm_course.text.tokenization import (
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TEXT = (
-    "The quick brown fox doesn't jump over 12 lazy dogs; they'll jump over 3456 of them.\n\n    if x == 1:\n        return x\n"
-    "you'll we'll they'll I'll you're we're they're  a  b  c \n\n \n\n x\n\n y\n\n\n\n"
-    "naïve café, 深層学習 深層 层, 😀😀👍🏽, a\tb\r\n  <p>it's 'tis we've I'm I'd you're</p>   the the the other mother father\n"
-) * 3
+    "The quick brown fox doesn't jump over 12 lazy dogs; they'll jump over 3456 of them.\n\n    if"
+    " x == 1:\n        return x\nyou'll we'll they'll I'll you're we're they're  a  b  c \n\n \n\n"
+    " x\n\n y\n\n\n\nnaïve café, 深層学習 深層 层, 😀😀👍🏽, a\tb\r\n  <p>it's 'tis we've I'm I'd"
+    " you're</p>   the the the other mother father\n" * 3
+)
 ALL_SPECIAL = [*SPECIAL_TOKENS, *CHAT_TOKENS]
 BYTE = ByteBPETokenizer.train([TEXT], vocab_size=380, special_tokens=ALL_SPECIAL)
 SHIPPED = BPETokenizer.train([TEXT], vocab_size=380, special_tokens=ALL_SPECIAL)
@@ -40,7 +43,8 @@ EACH = pytest.mark.parametrize("tokenizer", ALL, ids=lambda tokenizer: type(toke
 BOTH = pytest.mark.parametrize("bpe_class", [ByteBPETokenizer, BPETokenizer])
 FEW = settings(max_examples=60, deadline=None)
 
-# Unassigned code points are left out: libraries with newer tables of Unicode may call some of them letters.
+# Unassigned code points are left out: libraries with newer tables of Unicode may call some of them
+# letters.
 characters = st.characters(exclude_categories=["Cs", "Cn"])
 tricky = st.sampled_from(
     [*ALL_SPECIAL, "<PAD>", "<UNK>", "<|", "<|e", "|>", "'", "'l", "'ll", "ll", "re", " ", "  ", "\n", "\t", "\r\n"]
@@ -80,11 +84,18 @@ def test_characters_come_back_or_are_counted(text):
     ids = CHARACTERS.encode(text, allow_special=False)
     unknown = CHARACTERS.unknown_characters(text)
     assert len(ids) == len(text) and ids.count(CHARACTERS.unk_token_id) == sum(unknown.values())
-    assert CHARACTERS.decode(ids) == "".join("<UNK>" if character in unknown else character for character in text)
+    assert CHARACTERS.decode(ids) == "".join(
+        "<UNK>" if character in unknown else character for character in text
+    )
 
 
 @FEW
-@given(st.binary() | st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xe6\xb7", b"the", b" ", b"\xed\xa0\x80"])).map(b"".join))
+@given(
+    st.binary()
+    | st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xe6\xb7", b"the", b" ", b"\xed\xa0\x80"])).map(
+        b"".join
+    )
+)
 @example(bytes(range(256)))
 def test_bytes_come_back(data):
     assert BYTE.decode_bytes(BYTE.encode_bytes(data)) == data
@@ -98,8 +109,12 @@ def test_any_ids_decode_as_the_library_decodes_them(ids):
 
 
 def test_a_tokenizer_learns_bytes_that_are_no_text():
-    tokenizer = ByteBPETokenizer.train([b"\xff\xfe\xff\xfe \xff\xfe"], vocab_size=257, special_tokens=[])
-    assert tokenizer.encode_bytes(b"\xff\xfe") == [256] and tokenizer.decode([256]) == "\ufffd\ufffd"
+    tokenizer = ByteBPETokenizer.train(
+        [b"\xff\xfe\xff\xfe \xff\xfe"], vocab_size=257, special_tokens=[]
+    )
+    assert (
+        tokenizer.encode_bytes(b"\xff\xfe") == [256] and tokenizer.decode([256]) == "\ufffd\ufffd"
+    )
 
 
 # ---------------------------------------------------------------- streams
@@ -116,11 +131,13 @@ def test_a_stream_is_encoded_as_if_it_had_come_in_one_piece(chunks, allow_specia
     for tokenizer in ALL:
         expected = tokenizer.encode(text, allow_special=allow_special)
         assert list(tokenizer.encode_iterable(chunks, allow_special=allow_special)) == expected
-        assert list(tokenizer.encode_iterable(text, allow_special=allow_special)) == expected  # one character at a time
+        # one character at a time
+        assert list(tokenizer.encode_iterable(text, allow_special=allow_special)) == expected
 
 
 def test_every_short_stream():
-    assert all(len(BYTE.encode(text)) == 1 for text in ("'ll", "'re", "  ", "\n\n"))  # so that a wrong cut shows
+    # so that a wrong cut shows
+    assert all(len(BYTE.encode(text)) == 1 for text in ("'ll", "'re", "  ", "\n\n"))
     for signs in itertools.product("'lre \n", repeat=5):
         text = "".join(signs)
         assert list(BYTE.encode_iterable(text, allow_special=False)) == BYTE.encode(text)
@@ -155,13 +172,36 @@ def test_a_stream_is_lazy_and_bounded(tokenizer):
 def test_a_stream_with_a_normalizer_or_another_pattern_is_right_too():
     normalized, split = (Tokenizer.from_str(SHIPPED.to_json()) for _ in range(2))
     normalized.normalizer = normalizers.NFC()
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"  # as in Llama 3
+    # as in Llama 3
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+    )
     pattern = words + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     split.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     draw = random.Random(0)
-    parts = ["e", "\u0301", "'", "LL", "ll", "1", "23456", " ", "\n", "\r\n", "...", "the", "<|eos|>", "😀", "  "]
+    parts = [
+        "e",
+        "\u0301",
+        "'",
+        "LL",
+        "ll",
+        "1",
+        "23456",
+        " ",
+        "\n",
+        "\r\n",
+        "...",
+        "the",
+        "<|eos|>",
+        "😀",
+        "  ",
+    ]
     for library in (normalized, split):
         tokenizer = BPETokenizer(library)
         for _ in range(300):
@@ -194,7 +234,11 @@ def test_encoding_agrees_with_the_library(text):
     library = Tokenizer.from_str(BYTE.to_json())
     assert BYTE.encode(text) == SHIPPED.encode(text) == library.encode(text).ids
     library.encode_special_tokens = True
-    assert BYTE.encode(text, allow_special=False) == SHIPPED.encode(text, allow_special=False) == library.encode(text).ids
+    assert (
+        BYTE.encode(text, allow_special=False)
+        == SHIPPED.encode(text, allow_special=False)
+        == library.encode(text).ids
+    )
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +249,9 @@ def gpt2_files(tmp_path_factory):
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": 380, "initial_alphabet": alphabet, "show_progress": False}
-    library.train_from_iterator([TEXT], trainers.BpeTrainer(**options, special_tokens=["<|endoftext|>"]))
+    library.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(**options, special_tokens=["<|endoftext|>"])
+    )
     library.model.save(str(folder))
     files = folder / "vocab.json", folder / "merges.txt"
     oracle = Tokenizer(models.BPE.from_file(*map(str, files)))
@@ -222,7 +268,12 @@ def test_gpt2_files_encode_as_the_library_does(gpt2_files):
     assert tokenizer.vocab_size == oracle.get_vocab_size()
 
     @FEW
-    @given(st.lists(st.one_of(tricky, st.just("<|endoftext|>"), st.text(characters, max_size=5)), max_size=12).map("".join))
+    @given(
+        st.lists(
+            st.one_of(tricky, st.just("<|endoftext|>"), st.text(characters, max_size=5)),
+            max_size=12,
+        ).map("".join)
+    )
     def agree(text):
         assert tokenizer.encode(text) == oracle.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -233,7 +284,9 @@ def test_gpt2_files_encode_as_the_library_does(gpt2_files):
 
 def test_gpt2_files_take_more_special_tokens(gpt2_files):
     vocab, merges, oracle = gpt2_files
-    tokenizer = ByteBPETokenizer.from_gpt2_files(vocab, merges, special_tokens=["<|endoftext|>", "<|pad|>"])
+    tokenizer = ByteBPETokenizer.from_gpt2_files(
+        vocab, merges, special_tokens=["<|endoftext|>", "<|pad|>"]
+    )
     assert tokenizer.pad_token_id == oracle.get_vocab_size() == tokenizer.vocab_size - 1
     assert tokenizer.decode(tokenizer.encode("a<|pad|>b<|endoftext|>")) == "a<|pad|>b<|endoftext|>"
     with pytest.raises(ValueError, match="ordinary token"):
@@ -246,12 +299,21 @@ def test_gpt2_files_take_more_special_tokens(gpt2_files):
         (lambda v: v[:-20], lambda m: m, "Expecting|Unterminated|delimiter"),
         (lambda v: v, lambda m: m.replace("\n", "\nqq zz\n", 1), "merge 0, 'qq zz', must join"),
         (lambda v: v, lambda m: m + "a b c\n", "merge .*'a b c'"),
-        (lambda v: json.dumps({t: i for t, i in json.loads(v).items() if t != "!"}), lambda m: m, "lacks '!'"),
-        (lambda v: json.dumps({t: i + (i > 300) for t, i in json.loads(v).items()}), lambda m: m, "each once"),
+        (
+            lambda v: json.dumps({t: i for t, i in json.loads(v).items() if t != "!"}),
+            lambda m: m,
+            "lacks '!'",
+        ),
+        (
+            lambda v: json.dumps({t: i + (i > 300) for t, i in json.loads(v).items()}),
+            lambda m: m,
+            "each once",
+        ),
     ],
 )
 def test_bad_gpt2_files_are_refused(gpt2_files, tmp_path, vocab_edit, merges_edit, message):
-    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab = tmp_path / "vocab.json"
+    merges = tmp_path / "merges.txt"
     vocab.write_text(vocab_edit(gpt2_files[0].read_text("utf-8")), "utf-8")
     merges.write_text(merges_edit(gpt2_files[1].read_text("utf-8")), "utf-8")
     with pytest.raises(ValueError, match=message):
@@ -261,8 +323,9 @@ def test_bad_gpt2_files_are_refused(gpt2_files, tmp_path, vocab_edit, merges_edi
 
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] +"
+    " '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n'"
+    " }}{% endif %}"
 )
 
 
@@ -278,9 +341,14 @@ def test_transformers_opens_the_file_and_agrees(tmp_path):
         ids = SHIPPED.encode(text)
         assert theirs.encode(text, add_special_tokens=False) == ids
         assert theirs.decode(ids, clean_up_tokenization_spaces=False) == text
-        talk = [{"role": role, "content": text.replace("<|eos|>", "")} for role in ("system", "user", "assistant", "user")]
+        talk = [
+            {"role": role, "content": text.replace("<|eos|>", "")}
+            for role in ("system", "user", "assistant", "user")
+        ]
         for prompt in (True, False):
-            expected = theirs.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
+            expected = theirs.apply_chat_template(
+                talk, add_generation_prompt=prompt, return_dict=False
+            )
             assert SHIPPED.encode_chat(talk, add_generation_prompt=prompt) == expected
             assert BYTE.encode_chat(talk, add_generation_prompt=prompt) == expected
 
@@ -294,7 +362,12 @@ def test_roles_and_names(tokenizer):
         assert (tokenizer.pad_token_id, tokenizer.unk_token_id) == (0, 1)
         assert tokenizer.bos_token_id is tokenizer.eos_token_id is None
     else:
-        roles = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+        roles = (
+            tokenizer.pad_token_id,
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.unk_token_id,
+        )
         assert roles == (0, 1, 2, None)
         assert tokenizer.special_tokens == {name: i for i, name in enumerate(ALL_SPECIAL)}
 
@@ -303,11 +376,20 @@ def test_roles_and_names(tokenizer):
 @given(any_text)
 def test_no_text_forges_a_special_token(text):
     for tokenizer in (BYTE, SHIPPED):
-        assert not set(tokenizer.encode(text, allow_special=False)) & set(tokenizer.special_tokens.values())
+        assert not set(tokenizer.encode(text, allow_special=False)) & set(
+            tokenizer.special_tokens.values()
+        )
         for role in ("user", text):
-            ids = tokenizer.encode_chat([{"role": role, "content": text}, {"role": "user", "content": text}])
+            ids = tokenizer.encode_chat(
+                [{"role": role, "content": text}, {"role": "user", "content": text}]
+            )
             start, end = (tokenizer.special_tokens[name] for name in CHAT_TOKENS)
-            assert [i for i in ids if i in tokenizer.special_tokens.values()] == [start, end, start, end]
+            assert [i for i in ids if i in tokenizer.special_tokens.values()] == [
+                start,
+                end,
+                start,
+                end,
+            ]
 
 
 def test_the_names_of_special_tokens_are_not_learned():
@@ -320,9 +402,14 @@ def test_the_names_of_special_tokens_are_not_learned():
 def test_a_special_token_with_an_accent_decodes():
     with warnings.catch_warnings(action="ignore"):
         for bpe_class in (ByteBPETokenizer, BPETokenizer):
-            tokenizer = bpe_class.train(["ab"], vocab_size=300, special_tokens=["<é>", "<｜fin▁x｜>"])
+            tokenizer = bpe_class.train(
+                ["ab"], vocab_size=300, special_tokens=["<é>", "<｜fin▁x｜>"]
+            )
             text = "é<é><é>a<｜fin▁x｜>"
-            assert tokenizer.decode(tokenizer.encode(text)) == text and tokenizer.encode(text).count(0) == 2
+            assert (
+                tokenizer.decode(tokenizer.encode(text)) == text
+                and tokenizer.encode(text).count(0) == 2
+            )
 
 
 def test_chat_needs_its_tokens_and_text():
@@ -340,12 +427,21 @@ def test_chat_needs_its_tokens_and_text():
 @EACH
 def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     path = tokenizer.save(tmp_path / "new" / "folder")
-    assert path.name == "tokenizer.json" and [p.name for p in path.parent.iterdir()] == ["tokenizer.json"]
+    assert path.name == "tokenizer.json" and [p.name for p in path.parent.iterdir()] == [
+        "tokenizer.json"
+    ]
     json.loads(path.read_text("utf-8"))
     loaded = type(tokenizer).load(path.parent)
     for other in (loaded, pickle.loads(pickle.dumps(tokenizer))):
-        assert other == tokenizer and other.sha256 == tokenizer.sha256 and other.encode(TEXT) == tokenizer.encode(TEXT)
-        assert other.special_tokens == tokenizer.special_tokens and other.vocab_size == tokenizer.vocab_size
+        assert (
+            other == tokenizer
+            and other.sha256 == tokenizer.sha256
+            and other.encode(TEXT) == tokenizer.encode(TEXT)
+        )
+        assert (
+            other.special_tokens == tokenizer.special_tokens
+            and other.vocab_size == tokenizer.vocab_size
+        )
     assert str(tokenizer.vocab_size) in repr(tokenizer)
 
 
@@ -374,7 +470,9 @@ def test_a_save_that_fails_leaves_the_old_file(tokenizer, tmp_path, monkeypatch,
     with pytest.raises(OSError, match="disk full"):
         tokenizer.save(tmp_path)
     monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"] and (tmp_path / "tokenizer.json").read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["tokenizer.json"] and (
+        tmp_path / "tokenizer.json"
+    ).read_bytes() == old
 
 
 def foreign_file(model, pre_tokenizer):
@@ -390,9 +488,15 @@ BAD_FILES = {
     "a list": "[1, 2]",
     "an empty object": "{}",
     "a number for a model": '{"model": 1, "added_tokens": []}',
-    "words": foreign_file(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()),
-    "word pieces": foreign_file(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()),
-    "BPE without bytes": foreign_file(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]), pre_tokenizers.Whitespace()),
+    "words": foreign_file(
+        models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()
+    ),
+    "word pieces": foreign_file(
+        models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()
+    ),
+    "BPE without bytes": foreign_file(
+        models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]), pre_tokenizers.Whitespace()
+    ),
 }
 
 
@@ -400,7 +504,9 @@ BAD_FILES = {
 @pytest.mark.parametrize("content", BAD_FILES.values(), ids=BAD_FILES)
 def test_bad_files_are_refused(tokenizer, content, tmp_path):
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")
-    with pytest.raises(ValueError, match=f"tokenizer.json does not hold a {type(tokenizer).__name__}: "):
+    with pytest.raises(
+        ValueError, match=f"tokenizer.json does not hold a {type(tokenizer).__name__}: "
+    ):
         type(tokenizer).load(tmp_path)
 
 
@@ -408,7 +514,9 @@ def test_bad_files_are_refused(tokenizer, content, tmp_path):
 def test_a_file_of_another_kind_or_no_file(tokenizer, tmp_path):
     for other in ALL:
         other.save(tmp_path)
-        if isinstance(tokenizer, SimpleCharacterTokenizer) != isinstance(other, SimpleCharacterTokenizer):
+        if isinstance(tokenizer, SimpleCharacterTokenizer) != isinstance(
+            other, SimpleCharacterTokenizer
+        ):
             with pytest.raises(ValueError, match="does not hold"):
                 type(tokenizer).load(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
@@ -420,7 +528,9 @@ def test_a_file_of_another_kind_or_no_file(tokenizer, tmp_path):
 
 def test_byte_level_bpe_of_another_kind():
     library = Tokenizer.from_str(SHIPPED.to_json())
-    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer])
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(), library.pre_tokenizer]
+    )
     assert BPETokenizer.from_json(library.to_str()).decode(SHIPPED.encode(TEXT)) == TEXT
     with pytest.raises(ValueError, match="BPETokenizer reads more kinds"):
         ByteBPETokenizer.from_json(library.to_str())
@@ -430,7 +540,9 @@ def test_byte_level_bpe_of_another_kind():
 
 
 def test_what_a_foreign_file_would_do_behind_our_back():
-    """A saved truncation cuts texts, an added token that is not special ignores `allow_special`: neither may act here."""
+    """A saved truncation cuts texts, an added token that is not special ignores `allow_special`:
+    neither may act here.
+    """
     library = Tokenizer.from_str(SHIPPED.to_json())
     library.enable_truncation(3)
     library.enable_padding(length=10)
@@ -438,7 +550,9 @@ def test_what_a_foreign_file_would_do_behind_our_back():
     tokenizer = BPETokenizer.from_json(library.to_str())
     assert tokenizer.encode(TEXT) == SHIPPED.encode(TEXT)
     tool = tokenizer.special_tokens["<tool>"]
-    assert tokenizer.encode("a<tool>").count(tool) == 1 and tool not in tokenizer.encode("a<tool>", allow_special=False)
+    assert tokenizer.encode("a<tool>").count(tool) == 1 and tool not in tokenizer.encode(
+        "a<tool>", allow_special=False
+    )
     assert BPETokenizer.from_json(tokenizer.to_json()) == tokenizer
 
 
@@ -447,7 +561,11 @@ def test_what_a_foreign_file_would_do_behind_our_back():
 
 @EACH
 def test_empty_text_and_one_character(tokenizer):
-    assert tokenizer.encode("") == [] and tokenizer.decode([]) == "" and list(tokenizer.encode_iterable([])) == []
+    assert (
+        tokenizer.encode("") == []
+        and tokenizer.decode([]) == ""
+        and list(tokenizer.encode_iterable([])) == []
+    )
     assert list(tokenizer.encode_iterable(["", "", ""])) == []
     assert len(tokenizer.encode("a")) == 1 and tokenizer.decode(tokenizer.encode("a")) == "a"
 
@@ -470,10 +588,23 @@ def test_text_that_is_no_text(tokenizer):
 @EACH
 def test_ids_that_are_none(tokenizer):
     end = tokenizer.vocab_size
-    for ids, message in (([0, 1, -1], "-1 at position 2"), ([0, end], f"{end} at position 1"), ([2**70], "position 0")):
+    for ids, message in (
+        ([0, 1, -1], "-1 at position 2"),
+        ([0, end], f"{end} at position 1"),
+        ([2**70], "position 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             tokenizer.decode(ids)
-    for ids in ([1.0], ["1"], [None], 5, torch.tensor([1.0]), torch.tensor([[1, 2]]), np.array([0.5]), torch.tensor(3)):
+    for ids in (
+        [1.0],
+        ["1"],
+        [None],
+        5,
+        torch.tensor([1.0]),
+        torch.tensor([[1, 2]]),
+        np.array([0.5]),
+        torch.tensor(3),
+    ):
         with pytest.raises(ValueError, match="one row of whole numbers"):
             tokenizer.decode(ids)
 
@@ -505,7 +636,10 @@ def test_training_arguments(bpe_class):
     for names in (["<a>", "<a>"], ["<a>", ""], "<a>"):
         with pytest.raises(ValueError, match="special_tokens="):
             bpe_class.train(["text"], vocab_size=300, special_tokens=names)
-    with warnings.catch_warnings(action="ignore"), pytest.raises(ValueError, match="at least two characters|ordinary token"):
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(ValueError, match="at least two characters|ordinary token"),
+    ):
         bpe_class.train(["text"], vocab_size=300, special_tokens=["t"])
     with pytest.raises(ValueError, match="not one text"):
         bpe_class.train("text", vocab_size=300)
@@ -534,10 +668,14 @@ def test_the_base_class_is_abstract():
 
 
 def test_a_long_piece_is_not_cut_again_for_every_chunk(monkeypatch):
-    """One word that comes character by character: the work grows with its length, not with the square of it."""
+    """One word that comes character by character: the work grows with its length, not with the
+    square of it.
+    """
     tokenizer = ByteBPETokenizer.train(["x" * 50], vocab_size=262)
     cut = []
-    monkeypatch.setattr(tokenizer, "_pieces", lambda text: cut.append(len(text)) or bpe.GPT2_PATTERN.findall(text))
+    monkeypatch.setattr(
+        tokenizer, "_pieces", lambda text: cut.append(len(text)) or bpe.GPT2_PATTERN.findall(text)
+    )
     word = "x" * 5000
     assert list(tokenizer.encode_iterable(word)) == tokenizer.encode(word)
     assert sum(cut) < 4 * len(word)

@@ -25,7 +25,14 @@ from llm_course.training.engine import TrainingEngine
 from llm_course.training.train import find_task, load_run, train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
-QUIET = ["--logging.tensorboard", "false", "--logging.progress", "false", "--training.device", "cpu"]
+QUIET = [
+    "--logging.tensorboard",
+    "false",
+    "--logging.progress",
+    "false",
+    "--training.device",
+    "cpu",
+]
 MINE = """
 from torch import nn
 from llm_course.training.task import RegressionTask
@@ -61,7 +68,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_task_of_ones_own_trains_and_is_evaluated(folder, capsys):
-    length = ["--training.max_steps", "20", "--training.eval_interval", "10", "--training.precision", "fp32"]
+    length = [
+        "--training.max_steps",
+        "20",
+        "--training.eval_interval",
+        "10",
+        "--training.precision",
+        "fp32",
+    ]
     assert cli(["train", "--task", "my_tasks:Mine", "--run-dir", "run", *length, *QUIET]) == 0
     last = read_metrics("run/metrics.jsonl")[-1]
     assert last["step"] == 20 and "val_loss" in last
@@ -79,12 +93,17 @@ def test_a_mistake_in_ones_own_code_shows_its_place(folder, capsys):
     assert "my_tasks.py" in err and "error: my own mistake" in err
     assert cli(["train", "--task", "my_tasks:Nonsense", "--run-dir", "other", *QUIET]) == 2
     err = capsys.readouterr().err
-    assert "Traceback" not in err and "Nonsense.train_step must return StepOutput(loss_sum, num_targets)" in err
+    assert (
+        "Traceback" not in err
+        and "Nonsense.train_step must return StepOutput(loss_sum, num_targets)" in err
+    )
 
 
 def test_the_folder_of_a_task_stays_on_the_path_while_it_trains(folder):
     Path("my_helpers.py").touch()
-    config = Config(run_dir="run", task="my_tasks:Late", training=TrainingConfig(max_steps=2, device="cpu"))
+    config = Config(
+        run_dir="run", task="my_tasks:Late", training=TrainingConfig(max_steps=2, device="cpu")
+    )
     config.logging.tensorboard = config.logging.progress = False
     assert train_worker(config).step == 2
     find_task("my_tasks:Mine")
@@ -96,25 +115,47 @@ def _weights(run_dir):
 
 
 def test_torchrun_is_the_environment_and_gives_the_same_weights(folder, monkeypatch):
-    words = ["train", "--task", "regression", "--training.max_steps", "20", "--training.precision", "fp32", *QUIET]
+    words = [
+        "train",
+        "--task",
+        "regression",
+        "--training.max_steps",
+        "20",
+        "--training.precision",
+        "fp32",
+        *QUIET,
+    ]
     assert cli([*words, "--run-dir", "plain"]) == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    contract = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    contract = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     for name, value in contract.items():
         monkeypatch.setenv(name, value)
-    wrapped = patch.object(DistributedManager, "wrap", autospec=True, side_effect=DistributedManager.wrap)
+    wrapped = patch.object(
+        DistributedManager, "wrap", autospec=True, side_effect=DistributedManager.wrap
+    )
     with wrapped as wrap:  # with a world of one, a plain run gives these weights, too
         assert cli([*words, "--run-dir", "as_torchrun"]) == 0
     assert wrap.called
-    plain, as_torchrun = _weights("plain"), _weights("as_torchrun")
-    assert plain.keys() == as_torchrun.keys() and all(torch.equal(plain[name], as_torchrun[name]) for name in plain)
+    plain = _weights("plain")
+    as_torchrun = _weights("as_torchrun")
+    assert plain.keys() == as_torchrun.keys() and all(
+        torch.equal(plain[name], as_torchrun[name]) for name in plain
+    )
 
 
 def test_what_a_folder_holds_decides(folder):
     def settings(run_dir="run", steps=4, task="regression"):
-        config = Config(run_dir=run_dir, task=task, training=TrainingConfig(max_steps=steps, device="cpu"))
+        config = Config(
+            run_dir=run_dir, task=task, training=TrainingConfig(max_steps=steps, device="cpu")
+        )
         config.logging.tensorboard = config.logging.progress = False
         return config
 
@@ -124,9 +165,13 @@ def test_what_a_folder_holds_decides(folder):
     with pytest.raises(ValueError, match=r"holds a finished run \(step 4 of 4\)"):
         train_worker(settings())
     before = {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
-    with pytest.raises(ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"):
+    with pytest.raises(
+        ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"
+    ):
         train_worker(settings(steps=8, task="my_tasks:Mine"))
-    assert before == {path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in sorted(Path("run").rglob("*")) if path.is_file()
+    }
     assert train_worker(settings(steps=8)).step == 8  # longer is allowed
     for state in Path("run/checkpoints").glob("*/state.json"):
         state.write_text("{}")
@@ -135,10 +180,17 @@ def test_what_a_folder_holds_decides(folder):
 
 
 def test_a_saved_state_lets_the_log_go_on_as_if_nothing_had_been(folder):
-    """Rows every 4 steps, a checkpoint after 6: the row of step 8 needs what the logger had summed up by then."""
-    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=8, device="cpu", precision="fp32"))
+    """Rows every 4 steps, a checkpoint after 6: the row of step 8 needs what the logger had summed
+    up by then.
+    """
+    config = Config(
+        run_dir="run",
+        task="regression",
+        training=TrainingConfig(max_steps=8, device="cpu", precision="fp32"),
+    )
     config.logging.tensorboard = config.logging.progress = False
-    config.logging.log_interval, config.checkpoint.save_interval = 4, 6
+    config.logging.log_interval = 4
+    config.checkpoint.save_interval = 6
     train_worker(config)
     row = read_metrics("run/metrics.jsonl")[-1]
     shutil.rmtree("run/checkpoints/step_00000008")  # as if killed before it was written
@@ -171,7 +223,9 @@ def test_regression_finds_the_least_squares_answer(tmp_path):
         run_dir=str(tmp_path / "run"),
         task="regression",
         training=TrainingConfig(max_epochs=40, precision="fp32", device="cpu", eval_interval=1000),
-        optimization=OptimizationConfig(learning_rate=0.05, warmup_steps=10, min_lr_ratio=0.0, weight_decay=0.0),
+        optimization=OptimizationConfig(
+            learning_rate=0.05, warmup_steps=10, min_lr_ratio=0.0, weight_decay=0.0
+        ),
     )
     config.logging.tensorboard = config.logging.progress = False
     result = train_worker(config)
@@ -183,14 +237,20 @@ def test_patience_ends_a_run(tmp_path):
     config = Config(
         run_dir=str(tmp_path / "run"),
         task="regression",
-        training=TrainingConfig(max_steps=5000, precision="fp32", device="cpu", eval_interval=20, patience=2),
+        training=TrainingConfig(
+            max_steps=5000, precision="fp32", device="cpu", eval_interval=20, patience=2
+        ),
         optimization=OptimizationConfig(learning_rate=0.05, schedule="constant", warmup_steps=1),
     )
     config.logging.tensorboard = config.logging.progress = False
     result = train_worker(config)
     assert result.step < 5000 and result.stop_reason == "no better val_loss in 2 validations"
     again = train_worker(config)  # it is remembered: no step more
-    assert (again.step, again.stop_reason, again.metrics) == (result.step, result.stop_reason, result.metrics)
+    assert (again.step, again.stop_reason, again.metrics) == (
+        result.step,
+        result.stop_reason,
+        result.metrics,
+    )
     config.training.patience = 4
     assert train_worker(config).step > result.step  # and who has more patience goes on
 
@@ -206,7 +266,8 @@ class TestWhatCannotWrite:
 
     @pytest.mark.parametrize("task", ["regression", "my_tasks:Mine", "my_tasks:Spelling"])
     def test_samples_of_it_are_refused_before_the_first_step(self, folder, task, capsys):
-        with Path("my_tasks.py").open("a") as file:  # the last one has a tokenizer, and its model is no decoder
+        # the last one has a tokenizer, and its model is no decoder
+        with Path("my_tasks.py").open("a") as file:
             file.write(
                 "from llm_course.text.tokenization import BPETokenizer\n"
                 "class Spelling(Mine):\n"
@@ -217,7 +278,9 @@ class TestWhatCannotWrite:
         words = ["train", "--task", task, "--run-dir", "run", *self.SHORT]
         assert cli([*words, "--logging.sample_interval", "2"]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith(f"error: logging.sample_interval=2 needs a run that writes text, and task='{task}' has ")
+        assert error.startswith(
+            f"error: logging.sample_interval=2 needs a run that writes text, and task='{task}' has "
+        )
         assert {*_files("run")} - {"tokenizer.json"} == {".lock", "log.txt"}
         assert cli(words) == 0  # as the message says
         assert read_metrics("run/metrics.jsonl")[-1]["step"] == 4
@@ -227,7 +290,10 @@ class TestWhatCannotWrite:
         capsys.readouterr()
         assert cli(["generate", "--run", "a run", "--prompt", "x"]) == 2
         error = capsys.readouterr().err.strip()
-        assert error.startswith("error: a run holds a run of task='regression' and no tokenizer.json, so it writes no text")
+        assert error.startswith(
+            "error: a run holds a run of task='regression' and no tokenizer.json, so it writes no"
+            " text"
+        )
         assert error.endswith("llm-course evaluate --run 'a run'")
         assert cli(["evaluate", "--run", "a run"]) == 0
 
@@ -238,11 +304,17 @@ class TestWhatCannotWrite:
         capsys.readouterr()
         assert cli([*command, "--run", "run", "--checkpoint", "best"]) == 2
         error = capsys.readouterr().err
-        assert "run holds no best checkpoint: no whole one was measured by checkpoint.best_metric=None" in error
+        assert (
+            "run holds no best checkpoint: no whole one was measured by checkpoint.best_metric=None"
+            in error
+        )
         assert error.strip().endswith("Take --checkpoint latest")
         assert cli(["evaluate", "--run", "run", "--checkpoint", "latest"]) == 0
         assert cli([*command, "--run", "nowhere", "--checkpoint", "best"]) == 2
-        assert "nowhere holds no best checkpoint: train one with llm-course train --run-dir nowhere" in capsys.readouterr().err
+        assert (
+            "nowhere holds no best checkpoint: train one with llm-course train --run-dir nowhere"
+            in capsys.readouterr().err
+        )
 
 
 def test_the_settings_are_written_last_before_the_first_step(folder, monkeypatch):
@@ -253,8 +325,12 @@ def test_the_settings_are_written_last_before_the_first_step(folder, monkeypatch
         save(config, path)
 
     monkeypatch.setattr(train, "save_config", save)
-    monkeypatch.setattr(TrainingEngine, "run", lambda engine: texts.append(Path("run/log.txt").read_text()))
-    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+    monkeypatch.setattr(
+        TrainingEngine, "run", lambda engine: texts.append(Path("run/log.txt").read_text())
+    )
+    config = Config(
+        run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu")
+    )
     train_worker(config)
     assert texts[0] == texts[1] and "model: 9 parameters" in texts[0]
 
@@ -262,11 +338,15 @@ def test_the_settings_are_written_last_before_the_first_step(folder, monkeypatch
 # Case 23
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc refuses to be written even by root")
 def test_a_run_killed_before_its_first_checkpoint_begins_again_but_as_no_other_run(folder):
-    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+    config = Config(
+        run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu")
+    )
     train_worker(config)
     shutil.rmtree("run/checkpoints")
     before = {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"):
+    with pytest.raises(
+        ValueError, match="another run: task=.regression. there, .my_tasks:Mine. now"
+    ):
         train_worker(dataclasses.replace(config, task="my_tasks:Mine"))
     assert before == {path: path.read_bytes() for path in Path("run").iterdir() if path.is_file()}
     assert train_worker(config).step == 2
@@ -274,13 +354,17 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_but_as_no_other_r
 
 def test_a_closed_pipe_is_no_success(tmp_path):
     (tmp_path / "many.py").write_text(
-        "def lines(words):\n    for number in range(100_000):\n        print(number)\n    return 0\n"
+        "def lines(words):\n    for number in range(100_000):\n        print(number)\n   "
+        " return 0\n"
     )
     code = (
-        "import sys; from llm_course.cli import COMMANDS, main; COMMANDS['many'] = ('', 'many:lines'); sys.exit(main(['many']))"
+        "import sys; from llm_course.cli import COMMANDS, main; COMMANDS['many'] = ('',"
+        " 'many:lines'); sys.exit(main(['many']))"
     )
     command = [sys.executable, "-c", code]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline() == b"0\n"
     process.stdout.close()
     assert process.wait(timeout=60) == 141
@@ -305,25 +389,38 @@ def child_died(words):
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other errors for a closed pipe, and nothing to ask it by")
+@pytest.mark.skipif(
+    sys.platform == "win32",
+    reason="Windows has other errors for a closed pipe, and nothing to ask it by",
+)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command, reads, status", [("short", 0, 141), ("short", 1, 0), ("large", 0, 141), ("child_died", 1, 2)])
+@pytest.mark.parametrize(
+    "command, reads, status",
+    [("short", 0, 141), ("short", 1, 0), ("large", 0, 141), ("child_died", 1, 2)],
+)
 def test_only_a_pipe_without_a_reader_ends_in_silence(tmp_path, command, reads, status, unbuffered):
     (tmp_path / "pipes.py").write_text(PIPES)
-    code = f"import sys; from llm_course.cli import COMMANDS, main; COMMANDS['it'] = '', 'pipes:{command}'"
+    code = (
+        "import sys; from llm_course.cli import COMMANDS, main; COMMANDS['it'] = '',"
+        f" 'pipes:{command}'"
+    )
     code += "; sys.exit(main(['it']))"
     reader, writer = os.pipe()
     if not reads:
         os.close(reader)  # before the process is there: nobody is faster
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-c", code]
-    process = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, text=True)
+    process = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     if reads:
         os.close(reader)
     assert process.returncode == status
     if status == 2:  # a pipe of its own: with its place
-        assert "in child_died" in process.stderr and process.stderr.endswith("error: [Errno 32] Broken pipe\n")
+        assert "in child_died" in process.stderr and process.stderr.endswith(
+            "error: [Errno 32] Broken pipe\n"
+        )
     else:
         assert process.stderr == ""
 
@@ -340,20 +437,30 @@ def test_a_second_run_in_the_folder_is_refused(folder):
         "with _alone_in(Path('run')): print('held', flush=True); input()"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", holder], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", holder],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "held\n"
     with pytest.raises(ValueError, match="another process is training in run"):
         train_worker(Config(run_dir="run", task="regression"))
     process.kill()  # however it ends, the lock is free
     process.wait()
-    config = Config(run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+    config = Config(
+        run_dir="run", task="regression", training=TrainingConfig(max_steps=2, device="cpu")
+    )
     config.logging.tensorboard = config.logging.progress = False
     assert train_worker(config).step == 2
 
 
 def of_text(task="lm"):
     """A run of two steps on a text of its own, in the current folder."""
-    Path("text.txt").write_text("\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8")
+    Path("text.txt").write_text(
+        "\n\n".join(f"It was the best of times, number {n}." for n in range(200)), encoding="utf-8"
+    )
     config = Config(
         run_dir="run",
         task=task,
@@ -366,13 +473,20 @@ def of_text(task="lm"):
 
 
 def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
-    """With allow_changes: a new tokenizer would give the numbers that the weights have learned other meanings."""
+    """With allow_changes: a new tokenizer would give the numbers that the weights have learned
+    other meanings.
+    """
     monkeypatch.chdir(tmp_path)
-    Path("new.txt").write_text("\n\n".join(f"{n} ways of saying something else altogether" for n in range(200)), encoding="utf-8")
+    Path("new.txt").write_text(
+        "\n\n".join(f"{n} ways of saying something else altogether" for n in range(200)),
+        encoding="utf-8",
+    )
     config = of_text()
     train_worker(config)
     before = Path("run/tokenizer.json").read_bytes()
-    config.data.files, config.training.max_steps, config.checkpoint.allow_changes = ["new.txt"], 4, True
+    config.data.files = ["new.txt"]
+    config.training.max_steps = 4
+    config.checkpoint.allow_changes = True
     with pytest.warns(UserWarning, match="going on from the next epoch"):
         assert train_worker(config).step == 4
     assert Path("run/tokenizer.json").read_bytes() == before
@@ -382,10 +496,10 @@ def test_other_text_is_cut_by_the_tokenizer_of_the_run(tmp_path, monkeypatch):
 def test_a_task_with_its_own_model_writes_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("turned_tasks.py").write_text(
-        "from llm_course.model.decoder import DecoderModel\nfrom llm_course.training.task import LanguageModelingTask\n"
-        "class Turned(DecoderModel):\n    pass\n"
-        "class Task(LanguageModelingTask):\n    def build_model(self, data):\n"
-        "        model = super().build_model(data)\n        model.__class__ = Turned\n        return model\n",
+        "from llm_course.model.decoder import DecoderModel\nfrom llm_course.training.task import"
+        " LanguageModelingTask\nclass Turned(DecoderModel):\n    pass\nclass"
+        " Task(LanguageModelingTask):\n    def build_model(self, data):\n        model ="
+        " super().build_model(data)\n        model.__class__ = Turned\n        return model\n",
         encoding="utf-8",
     )
     config = of_text(task="turned_tasks:Task")
@@ -396,7 +510,9 @@ def test_a_task_with_its_own_model_writes_with_it(tmp_path, monkeypatch):
 def test_resume_trains_the_run_that_was_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
-        config = Config(run_dir=name, task="regression", training=TrainingConfig(max_steps=2, device="cpu"))
+        config = Config(
+            run_dir=name, task="regression", training=TrainingConfig(max_steps=2, device="cpu")
+        )
         config.logging.tensorboard = config.logging.progress = False
         train_worker(config)
     assert cli(["resume", "--run", "a", "--run-dir", "b", "--training.max_steps", "4"]) == 0

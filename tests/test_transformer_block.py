@@ -1,4 +1,6 @@
-"""The transformer block at its edges: every option against Hugging Face's blocks, causality, caches, wrong arguments."""
+"""The transformer block at its edges: every option against Hugging Face's blocks, causality,
+caches, wrong arguments.
+"""
 
 import copy
 import dataclasses
@@ -26,7 +28,12 @@ from llm_course.model.transformer_block import TransformerBlock, build_norm
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 POSITIONS = ["pre", "post", "sandwich"]
-KINDS = [{}, dict(norm_position="post"), dict(norm_position="sandwich"), dict(use_moe=True, num_experts=4, top_k=2)]
+KINDS = [
+    {},
+    dict(norm_position="post"),
+    dict(norm_position="sandwich"),
+    dict(use_moe=True, num_experts=4, top_k=2),
+]
 RULE = pytest.mark.parametrize("position", POSITIONS)
 KIND = pytest.mark.parametrize("options", KINDS, ids=["pre", "post", "sandwich", "experts"])
 
@@ -72,22 +79,45 @@ def by_definition(block, x, rule, multiplier, **arguments):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    B=st.integers(1, 3), T=st.integers(1, 6), K=st.integers(1, 3), group=st.integers(1, 3), D=st.sampled_from([2, 6]),
-    C=st.integers(1, 11), F=st.integers(1, 9), E=st.integers(0, 3), k=st.integers(1, 3), rule=st.sampled_from(POSITIONS),
-    norm_type=st.sampled_from(["rmsnorm", "layernorm"]), use_glu=st.booleans(), multiplier=st.sampled_from([1.0, 0.3]),
+    B=st.integers(1, 3),
+    T=st.integers(1, 6),
+    K=st.integers(1, 3),
+    group=st.integers(1, 3),
+    D=st.sampled_from([2, 6]),
+    C=st.integers(1, 11),
+    F=st.integers(1, 9),
+    E=st.integers(0, 3),
+    k=st.integers(1, 3),
+    rule=st.sampled_from(POSITIONS),
+    norm_type=st.sampled_from(["rmsnorm", "layernorm"]),
+    use_glu=st.booleans(),
+    multiplier=st.sampled_from([1.0, 0.3]),
     seed=st.integers(0, 99),
-)  # fmt: skip
-def test_equals_the_definition(B, T, K, group, D, C, F, rule, norm_type, E, k, use_glu, multiplier, seed):
+)
+def test_equals_the_definition(
+    B, T, K, group, D, C, F, rule, norm_type, E, k, use_glu, multiplier, seed
+):
     torch.manual_seed(seed)
     experts = dict(use_moe=True, num_experts=E, top_k=min(k, E)) if E else {}
     block = TransformerBlock(
-        C, num_heads=K * group, num_kv_heads=K, head_dim=D, intermediate_size=F, norm_position=rule, norm_type=norm_type,
-        use_glu=use_glu, residual_multiplier=multiplier, **experts,
-    )  # fmt: skip
+        C,
+        num_heads=K * group,
+        num_kv_heads=K,
+        head_dim=D,
+        intermediate_size=F,
+        norm_position=rule,
+        norm_type=norm_type,
+        use_glu=use_glu,
+        residual_multiplier=multiplier,
+        **experts,
+    )
     randomise(block)
-    x, turn = torch.randn(B, T, C), RotaryEmbedding(D)(torch.arange(T))
+    x = torch.randn(B, T, C)
+    turn = RotaryEmbedding(D)(torch.arange(T))
     y, stats = block(x, position_embeddings=turn)
-    assert_close(y, by_definition(block, x, rule, multiplier, position_embeddings=turn), atol=1e-5, rtol=1e-4)
+    assert_close(
+        y, by_definition(block, x, rule, multiplier, position_embeddings=turn), atol=1e-5, rtol=1e-4
+    )
     assert y.dtype == x.dtype and y.shape == x.shape
     if E:
         assert stats.tokens_per_expert.sum() == B * T * min(k, E) and stats.aux_loss.isfinite()
@@ -100,35 +130,87 @@ def test_the_rules_differ_and_hold_only_their_norms():
     blocks = {rule: random_block(norm_position=rule) for rule in POSITIONS}
     outputs = [block(x)[0] for block in blocks.values()]
     assert all((a - b).abs().max() > 0.1 for i, a in enumerate(outputs) for b in outputs[:i])
-    norms = {rule: {name for name, _ in block.named_children() if "norm" in name and list(block.get_submodule(name).parameters())}
-             for rule, block in blocks.items()}  # fmt: skip
+    norms = {
+        rule: {
+            name
+            for name, _ in block.named_children()
+            if "norm" in name and list(block.get_submodule(name).parameters())
+        }
+        for rule, block in blocks.items()
+    }
     assert norms["pre"] == {"input_layernorm", "post_attention_layernorm"}
     assert norms["post"] == {"attention_output_norm", "mlp_output_norm"}
     assert norms["sandwich"] == norms["pre"] | norms["post"]
-    for name in ("input_layernorm", "attention_output_norm", "post_attention_layernorm", "mlp_output_norm"):
+    for name in (
+        "input_layernorm",
+        "attention_output_norm",
+        "post_attention_layernorm",
+        "mlp_output_norm",
+    ):
         assert isinstance(getattr(blocks["sandwich"], name), RMSNorm)
-        assert isinstance(getattr(random_block(norm_position="sandwich", norm_type="layernorm"), name), LayerNorm)
+        assert isinstance(
+            getattr(random_block(norm_position="sandwich", norm_type="layernorm"), name), LayerNorm
+        )
 
 
 def test_options_reach_the_parts():
     block = TransformerBlock(
-        16, num_heads=4, num_kv_heads=2, head_dim=6, intermediate_size=24, attention_bias=True, attention_out_bias=False,
-        qk_norm=True, attention_scale=0.3, sliding_window=3, attn_logit_softcapping=20.0, rms_norm_eps=1e-3,
-        activation="gelu", mlp_bias=True, dropout=0.2, layer_index=5, norm_type="layernorm",
-    )  # fmt: skip
-    attention, mlp = block.self_attn, block.mlp
+        16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        intermediate_size=24,
+        attention_bias=True,
+        attention_out_bias=False,
+        qk_norm=True,
+        attention_scale=0.3,
+        sliding_window=3,
+        attn_logit_softcapping=20.0,
+        rms_norm_eps=1e-3,
+        activation="gelu",
+        mlp_bias=True,
+        dropout=0.2,
+        layer_index=5,
+        norm_type="layernorm",
+    )
+    attention = block.self_attn
+    mlp = block.mlp
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 6)
     assert (attention.scale, attention.sliding_window, attention.softcap) == (0.3, 3, 20.0)
     assert (attention.dropout, attention.layer_index) == (0.2, 5)
     assert attention.q_proj.bias is not None and attention.o_proj.bias is None
-    assert attention.q_norm.eps == block.input_layernorm.eps == block.post_attention_layernorm.eps == 1e-3
-    assert isinstance(mlp, MLP) and mlp.activation == "gelu" and mlp.up_proj.bias is not None and mlp.dropout.p == 0.2
+    assert (
+        attention.q_norm.eps
+        == block.input_layernorm.eps
+        == block.post_attention_layernorm.eps
+        == 1e-3
+    )
+    assert (
+        isinstance(mlp, MLP)
+        and mlp.activation == "gelu"
+        and mlp.up_proj.bias is not None
+        and mlp.dropout.p == 0.2
+    )
     assert mlp.gate_proj is not None
     experts = TransformerBlock(
-        16, num_heads=4, intermediate_size=24, use_moe=True, num_experts=6, top_k=3, norm_topk_prob=False, use_glu=False,
-        shared_expert_intermediate_size=10, router_aux_loss_coef=0.5, router_z_loss_coef=0.25, activation="relu",
-    ).mlp  # fmt: skip
-    assert isinstance(experts, MoE) and experts.experts.up_proj.shape == (6, 24, 16) and experts.experts.gate_proj is None
+        16,
+        num_heads=4,
+        intermediate_size=24,
+        use_moe=True,
+        num_experts=6,
+        top_k=3,
+        norm_topk_prob=False,
+        use_glu=False,
+        shared_expert_intermediate_size=10,
+        router_aux_loss_coef=0.5,
+        router_z_loss_coef=0.25,
+        activation="relu",
+    ).mlp
+    assert (
+        isinstance(experts, MoE)
+        and experts.experts.up_proj.shape == (6, 24, 16)
+        and experts.experts.gate_proj is None
+    )
     assert experts.shared_expert.up_proj.out_features == 10 and experts.experts.activation == "relu"
     assert (experts.router_aux_loss_coef, experts.router_z_loss_coef) == (0.5, 0.25)
     assert (experts.gate.top_k, experts.gate.norm_topk_prob) == (3, False)
@@ -137,9 +219,15 @@ def test_options_reach_the_parts():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(norm_position="middle"), "norm_position='middle' is unknown: choose 'pre', 'post' or 'sandwich'"),
+        (
+            dict(norm_position="middle"),
+            "norm_position='middle' is unknown: choose 'pre', 'post' or 'sandwich'",
+        ),
         (dict(norm_position=None), "norm_position=None"),
-        (dict(norm_type="batchnorm"), "norm_type='batchnorm' is unknown: choose 'rmsnorm' or 'layernorm'"),
+        (
+            dict(norm_type="batchnorm"),
+            "norm_type='batchnorm' is unknown: choose 'rmsnorm' or 'layernorm'",
+        ),
         (dict(norm_type="batchnorm", norm_position="post"), "norm_type='batchnorm'"),
         (dict(residual_multiplier=0.0), "residual_multiplier=0.0 must be positive and finite"),
         (dict(residual_multiplier=-1.0), "residual_multiplier=-1.0"),
@@ -166,7 +254,10 @@ def test_wrong_arguments_are_refused(change, message):
 def test_experts_options_do_nothing_in_a_dense_block():
     """A model with experts builds its multi-token head from the same options and use_moe=False."""
     dense = random_block(num_experts=3, top_k=7, shared_expert_intermediate_size=5)
-    assert isinstance(dense.mlp, MLP) and dense.state_dict().keys() == random_block().state_dict().keys()
+    assert (
+        isinstance(dense.mlp, MLP)
+        and dense.state_dict().keys() == random_block().state_dict().keys()
+    )
 
 
 @RULE
@@ -182,10 +273,15 @@ def test_forward_refuses_what_does_not_fit(position):
 @KIND
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_another_type_is_refused_in_words(options, dtype):
-    block, x = random_block(**options), torch.randn(2, 5, 16)
-    with pytest.raises(ValueError, match=f"x is {dtype} and the weights are torch.float32: convert one"):
+    block = random_block(**options)
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(
+        ValueError, match=f"x is {dtype} and the weights are torch.float32: convert one"
+    ):
         block(x.to(dtype))
-    with pytest.raises(ValueError, match=f"x is torch.float32 and the weights are {dtype}: convert one"):
+    with pytest.raises(
+        ValueError, match=f"x is torch.float32 and the weights are {dtype}: convert one"
+    ):
         copy.deepcopy(block).to(dtype)(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert block(x.bfloat16())[0].isfinite().all()
@@ -194,11 +290,17 @@ def test_another_type_is_refused_in_words(options, dtype):
 @KIND
 def test_a_block_without_memory_has_shapes(options):
     y, stats = random_block(**options).to("meta")(torch.empty(2, 5, 16, device="meta"))
-    assert y.is_meta and y.shape == (2, 5, 16) and (stats is None or stats.tokens_per_expert.shape == (4,))
+    assert (
+        y.is_meta
+        and y.shape == (2, 5, 16)
+        and (stats is None or stats.tokens_per_expert.shape == (4,))
+    )
 
 
 def test_every_option_is_a_field_of_the_model():
-    """The decoder finds a block's options by name in ModelConfig, so a field of another name would silently not arrive."""
+    """The decoder finds a block's options by name in ModelConfig, so a field of another name would
+    silently not arrive.
+    """
     ours = set(inspect.signature(TransformerBlock).parameters)
     assert ours - {field.name for field in dataclasses.fields(ModelConfig)} == {"layer_index"}
 
@@ -213,20 +315,23 @@ def test_build_norm():
 
 @RULE
 def test_silent_layers_leave_the_stream_alone(position):
-    block, x = random_block(norm_position=position), torch.randn(2, 5, 16) * 3
+    block = random_block(norm_position=position)
+    x = torch.randn(2, 5, 16) * 3
     nn.init.zeros_(block.self_attn.o_proj.weight)
     nn.init.zeros_(block.mlp.down_proj.weight)
     assert torch.equal(block(x)[0], x) == (position != "post")
 
 
 def test_a_multiplier_of_one_is_a_plain_sum_to_the_last_bit():
-    block, x = random_block(), torch.randn(2, 5, 16)
+    block = random_block()
+    x = torch.randn(2, 5, 16)
     y = x + block.self_attn(block.input_layernorm(x))
     assert torch.equal(block(x)[0], y + block.mlp(block.post_attention_layernorm(y)))
 
 
 def test_the_multiplier_equals_smaller_weights():
-    plain, x = random_block(), torch.randn(2, 5, 16)
+    plain = random_block()
+    x = torch.randn(2, 5, 16)
     scaled = random_block(residual_multiplier=0.25)
     plain.self_attn.o_proj.weight.data /= 4
     plain.mlp.down_proj.weight.data /= 4
@@ -234,7 +339,10 @@ def test_the_multiplier_equals_smaller_weights():
 
 
 @KIND
-@pytest.mark.parametrize("extra", [{}, dict(sliding_window=2), dict(num_kv_heads=1, qk_norm=True, attn_logit_softcapping=5.0)])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, dict(sliding_window=2), dict(num_kv_heads=1, qk_norm=True, attn_logit_softcapping=5.0)],
+)
 def test_no_future_leaks(options, extra):
     block = random_block(**options, **extra)
     x = torch.randn(1, 6, 16, requires_grad=True)
@@ -246,44 +354,76 @@ def test_no_future_leaks(options, extra):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4), options=st.sampled_from(KINDS), padding=st.integers(0, 3),
-    window=st.sampled_from([None, 3]), kv=st.sampled_from([1, 4]),
-)  # fmt: skip
+    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    options=st.sampled_from(KINDS),
+    padding=st.integers(0, 3),
+    window=st.sampled_from([None, 3]),
+    kv=st.sampled_from([1, 4]),
+)
 def test_cached_decoding_equals_the_full_pass(pieces, options, padding, window, kv):
     torch.manual_seed(0)
-    T, rope = sum(pieces), RotaryEmbedding(4)
-    blocks = [random_block(num_kv_heads=kv, sliding_window=window, layer_index=i, **options) for i in range(2)]
+    T = sum(pieces)
+    rope = RotaryEmbedding(4)
+    blocks = [
+        random_block(num_kv_heads=kv, sliding_window=window, layer_index=i, **options)
+        for i in range(2)
+    ]
     tokens = torch.ones(2, T, dtype=torch.long)
     tokens[1, : min(padding, T - 1)] = 0
-    positions, mask = (tokens.cumsum(-1) - 1).clamp(min=0), padding_mask(tokens)
+    positions = (tokens.cumsum(-1) - 1).clamp(min=0)
+    mask = padding_mask(tokens)
     full = x = torch.randn(2, T, 16)
     for block in blocks:
         full, _ = block(full, position_embeddings=rope(positions), mask=mask)
-    cache, outputs, end = Cache(), [], 0
+    cache = Cache()
+    outputs = []
+    end = 0
     for size in pieces:
-        start, end = end, end + size
+        start = end
+        end = end + size
         y = x[:, start:end]
         for block in blocks:
-            y, _ = block(y, position_embeddings=rope(positions[:, start:end]), mask=mask[..., :end], cache=cache)
+            y, _ = block(
+                y,
+                position_embeddings=rope(positions[:, start:end]),
+                mask=mask[..., :end],
+                cache=cache,
+            )
         outputs.append(y)
     assert_close(torch.cat(outputs, 1), full, atol=1e-5, rtol=1e-4)
 
 
 def agree(theirs, ours, rename, sliding_window=None, head_dim=10, **arguments):
-    """Both on the same input, after copying their weights by `rename(name, tensor) -> [(our name, tensor), ...]`."""
+    """Both on the same input, after copying their weights by `rename(name, tensor) -> [(our name,
+    tensor), ...]`.
+    """
     randomise(theirs)
-    weights = dict(pair for name, tensor in theirs.state_dict().items() for pair in rename(name, tensor))
+    weights = dict(
+        pair for name, tensor in theirs.state_dict().items() for pair in rename(name, tensor)
+    )
     missing = ours.load_state_dict(weights, strict=False)
-    assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
-    x, turn = torch.randn(2, 7, 32), RotaryEmbedding(head_dim)(torch.arange(7))
-    additive = torch.zeros(1, 1, 7, 7).masked_fill(~causal_mask(7, sliding_window=sliding_window), torch.finfo(torch.float32).min)
+    assert not missing.unexpected_keys and all(
+        key.endswith("expert_bias") for key in missing.missing_keys
+    )
+    x = torch.randn(2, 7, 32)
+    turn = RotaryEmbedding(head_dim)(torch.arange(7))
+    additive = torch.zeros(1, 1, 7, 7).masked_fill(
+        ~causal_mask(7, sliding_window=sliding_window), torch.finfo(torch.float32).min
+    )
     positions = {} if arguments.pop("no_rotation", False) else {"position_embeddings": turn}
     expected = theirs.eval()(x, attention_mask=additive, **positions)
     expected = expected[0] if isinstance(expected, tuple) else expected
     assert_close(ours.eval()(x, **positions)[0], expected, atol=2e-5, rtol=1e-4)
 
 
-SIZES = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=10, num_hidden_layers=1, vocab_size=8)
+SIZES = dict(
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=10,
+    num_hidden_layers=1,
+    vocab_size=8,
+)
 OURS = dict(num_heads=4, num_kv_heads=2, head_dim=10)
 
 
@@ -293,14 +433,27 @@ def test_agrees_with_llama_and_granite():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, intermediate_size=48, attn_implementation="eager", rms_norm_eps=1e-3)
+    config = LlamaConfig(
+        **SIZES, intermediate_size=48, attn_implementation="eager", rms_norm_eps=1e-3
+    )
     ours = TransformerBlock(32, intermediate_size=48, rms_norm_eps=1e-3, **OURS)
     agree(LlamaDecoderLayer(config, 0), ours, lambda name, tensor: [(name, tensor)])
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     config = GraniteConfig(
-        **sizes, intermediate_size=48, residual_multiplier=0.22, attention_multiplier=0.5, attn_implementation="eager"
+        **sizes,
+        intermediate_size=48,
+        residual_multiplier=0.22,
+        attention_multiplier=0.5,
+        attn_implementation="eager",
     )
-    ours = TransformerBlock(32, num_heads=4, num_kv_heads=2, intermediate_size=48, residual_multiplier=0.22, attention_scale=0.5)
+    ours = TransformerBlock(
+        32,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+        residual_multiplier=0.22,
+        attention_scale=0.5,
+    )
     agree(GraniteDecoderLayer(config, 0), ours, lambda name, tensor: [(name, tensor)], head_dim=8)
 
 
@@ -311,13 +464,24 @@ def test_agrees_with_gemma2(window):
 
     torch.manual_seed(0)
     config = Gemma2Config(
-        **SIZES, intermediate_size=48, attn_implementation="eager", query_pre_attn_scalar=7, attn_logit_softcapping=2.0,
-        sliding_window=3, layer_types=["sliding_attention" if window else "full_attention"],
-    )  # fmt: skip
+        **SIZES,
+        intermediate_size=48,
+        attn_implementation="eager",
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=2.0,
+        sliding_window=3,
+        layer_types=["sliding_attention" if window else "full_attention"],
+    )
     ours = TransformerBlock(
-        32, intermediate_size=48, norm_position="sandwich", activation="gelu_tanh", attention_scale=7**-0.5,
-        attn_logit_softcapping=2.0, sliding_window=window, **OURS,
-    )  # fmt: skip
+        32,
+        intermediate_size=48,
+        norm_position="sandwich",
+        activation="gelu_tanh",
+        attention_scale=7**-0.5,
+        attn_logit_softcapping=2.0,
+        sliding_window=window,
+        **OURS,
+    )
     names = {
         "post_attention_layernorm": "attention_output_norm",
         "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -326,7 +490,8 @@ def test_agrees_with_gemma2(window):
 
     def rename(name, tensor):
         module = name.removesuffix(".weight")
-        return [(f"{names.get(module, module)}.weight", 1 + tensor if "norm" in name else tensor)]  # Gemma stores weight - 1
+        # Gemma stores weight - 1
+        return [(f"{names.get(module, module)}.weight", 1 + tensor if "norm" in name else tensor)]
 
     agree(Gemma2DecoderLayer(config, 0), ours, rename, sliding_window=window)
 
@@ -338,16 +503,33 @@ def test_agrees_with_qwen3_moe(norm_topk_prob):
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=12, num_experts=5, num_experts_per_tok=2, norm_topk_prob=norm_topk_prob,
+        **SIZES,
+        moe_intermediate_size=12,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=norm_topk_prob,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     ours = TransformerBlock(
-        32, intermediate_size=12, qk_norm=True, use_moe=True, num_experts=5, top_k=2, norm_topk_prob=norm_topk_prob, **OURS
+        32,
+        intermediate_size=12,
+        qk_norm=True,
+        use_moe=True,
+        num_experts=5,
+        top_k=2,
+        norm_topk_prob=norm_topk_prob,
+        **OURS,
     )
 
     def rename(name, tensor):
         if name.endswith("gate_up_proj"):
-            return list(zip(("mlp.experts.gate_proj", "mlp.experts.up_proj"), tensor.chunk(2, dim=1), strict=True))
+            return list(
+                zip(
+                    ("mlp.experts.gate_proj", "mlp.experts.up_proj"),
+                    tensor.chunk(2, dim=1),
+                    strict=True,
+                )
+            )
         return [(name, tensor)]
 
     agree(Qwen3MoeDecoderLayer(config, 0), ours, rename)
@@ -358,21 +540,35 @@ def test_agrees_with_gpt2():
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_head=4, n_layer=1, n_inner=48, vocab_size=8, attn_implementation="eager")
+    config = GPT2Config(
+        n_embd=32, n_head=4, n_layer=1, n_inner=48, vocab_size=8, attn_implementation="eager"
+    )
     ours = TransformerBlock(
-        32, num_heads=4, intermediate_size=48, use_glu=False, attention_bias=True, mlp_bias=True, norm_type="layernorm",
+        32,
+        num_heads=4,
+        intermediate_size=48,
+        use_glu=False,
+        attention_bias=True,
+        mlp_bias=True,
+        norm_type="layernorm",
         rms_norm_eps=config.layer_norm_epsilon,
-    )  # fmt: skip
+    )
     names = {
-        "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
-        "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
-    }  # fmt: skip
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
 
     def rename(name, tensor):
         module, kind = name.rsplit(".", 1)
         tensor = tensor.T if tensor.ndim == 2 else tensor  # GPT-2 keeps (in, out)
         if module == "attn.c_attn":
-            return [(f"self_attn.{q}_proj.{kind}", part) for q, part in zip("qkv", tensor.chunk(3), strict=True)]
+            return [
+                (f"self_attn.{q}_proj.{kind}", part)
+                for q, part in zip("qkv", tensor.chunk(3), strict=True)
+            ]
         return [(f"{names[module]}.{kind}", tensor)]
 
     agree(GPT2Block(config, layer_idx=0), ours, rename, no_rotation=True)
@@ -382,19 +578,44 @@ def test_agrees_with_gpt2():
 def test_agrees_with_pytorch(rule):
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(
-        32, 4, 48, dropout=0.0, activation="relu", batch_first=True, norm_first=rule == "pre", layer_norm_eps=1e-6
+        32,
+        4,
+        48,
+        dropout=0.0,
+        activation="relu",
+        batch_first=True,
+        norm_first=rule == "pre",
+        layer_norm_eps=1e-6,
     )
     ours = TransformerBlock(
-        32, num_heads=4, intermediate_size=48, use_glu=False, activation="relu", attention_bias=True, mlp_bias=True,
-        norm_type="layernorm", norm_position=rule,
-    )  # fmt: skip
+        32,
+        num_heads=4,
+        intermediate_size=48,
+        use_glu=False,
+        activation="relu",
+        attention_bias=True,
+        mlp_bias=True,
+        norm_type="layernorm",
+        norm_position=rule,
+    )
     randomise(theirs)
-    norms = ["input_layernorm", "post_attention_layernorm"] if rule == "pre" else ["attention_output_norm", "mlp_output_norm"]
-    names = {"norm1": norms[0], "norm2": norms[1], "linear1": "mlp.up_proj", "linear2": "mlp.down_proj",
-             "self_attn.out_proj": "self_attn.o_proj"}  # fmt: skip
+    norms = (
+        ["input_layernorm", "post_attention_layernorm"]
+        if rule == "pre"
+        else ["attention_output_norm", "mlp_output_norm"]
+    )
+    names = {
+        "norm1": norms[0],
+        "norm2": norms[1],
+        "linear1": "mlp.up_proj",
+        "linear2": "mlp.down_proj",
+        "self_attn.out_proj": "self_attn.o_proj",
+    }
     for their_name, our_name in names.items():
         ours.get_submodule(our_name).load_state_dict(theirs.get_submodule(their_name).state_dict())
-    for i, projection in enumerate((ours.self_attn.q_proj, ours.self_attn.k_proj, ours.self_attn.v_proj)):
+    for i, projection in enumerate(
+        (ours.self_attn.q_proj, ours.self_attn.k_proj, ours.self_attn.v_proj)
+    ):
         projection.weight.data = theirs.self_attn.in_proj_weight.data.chunk(3)[i]
         projection.bias.data = theirs.self_attn.in_proj_bias.data.chunk(3)[i]
     x = torch.randn(2, 7, 32)
@@ -403,17 +624,25 @@ def test_agrees_with_pytorch(rule):
 
 @KIND
 def test_every_parameter_learns(options):
-    block = random_block(residual_multiplier=0.5, shared_expert_intermediate_size=6, attention_bias=True, **options)
+    block = random_block(
+        residual_multiplier=0.5, shared_expert_intermediate_size=6, attention_bias=True, **options
+    )
     y, stats = block(torch.randn(2, 9, 16))
     loss = (y * torch.randn_like(y)).sum()
     (loss if stats is None else loss + stats.aux_loss).backward()
-    without = {name for name, parameter in block.named_parameters() if parameter.grad is None or not parameter.grad.any()}
-    assert without <= {"self_attn.k_proj.bias"}  # without rotation it shifts all scores of a query alike
+    without = {
+        name
+        for name, parameter in block.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    }
+    # without rotation it shifts all scores of a query alike
+    assert without <= {"self_attn.k_proj.bias"}
 
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
-    block, x = random_block(dropout=0.5), torch.randn(1, 6, 16)
+    block = random_block(dropout=0.5)
+    x = torch.randn(1, 6, 16)
     assert not torch.equal(block(x)[0], block(x)[0])
     block.eval()
     assert torch.equal(block(x)[0], block(x)[0])
@@ -421,7 +650,8 @@ def test_dropout_acts_in_training_only():
 
 @KIND
 def test_half_precision_stays_near_float32(options):
-    block, x = random_block(**options), torch.randn(2, 6, 16)
+    block = random_block(**options)
+    x = torch.randn(2, 6, 16)
     full = block(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         half = block(x)[0]
@@ -438,13 +668,17 @@ def test_gradients_are_right_in_float64(position):
     assert torch.autograd.gradcheck(lambda x: block(x)[0], x)
 
 
-@pytest.mark.parametrize("options", [dict(norm_position="sandwich"), dict(use_moe=True, num_experts=4, top_k=2)])
+@pytest.mark.parametrize(
+    "options", [dict(norm_position="sandwich"), dict(use_moe=True, num_experts=4, top_k=2)]
+)
 def test_compiles_as_one_graph(options):
     torch._dynamo.reset()
-    block, x = random_block(residual_multiplier=0.5, **options), torch.randn(2, 6, 16)
+    block = random_block(residual_multiplier=0.5, **options)
+    x = torch.randn(2, 6, 16)
     compiled = torch.compile(copy.deepcopy(block), backend="eager", fullgraph=True)
     turn = RotaryEmbedding(4)(torch.arange(6))
-    expected, got = block(x, position_embeddings=turn), compiled(x, position_embeddings=turn)
+    expected = block(x, position_embeddings=turn)
+    got = compiled(x, position_embeddings=turn)
     assert_close(got[0], expected[0])
     if expected[1] is not None:
         assert torch.equal(got[1].tokens_per_expert, expected[1].tokens_per_expert)
@@ -463,7 +697,11 @@ def test_the_plain_stream_grows_and_the_multiplier_stops_it():
             y = block(y)[0]
         return y.square().mean().sqrt().item()
 
-    assert grown() > 4 and grown(residual_multiplier=64**-0.5) < 1.4 and abs(grown(norm_position="post") - 1) < 0.01
+    assert (
+        grown() > 4
+        and grown(residual_multiplier=64**-0.5) < 1.4
+        and abs(grown(norm_position="post") - 1) < 0.01
+    )
 
 
 def test_it_prints_where_the_norms_stand():
@@ -475,21 +713,37 @@ def test_it_prints_where_the_norms_stand():
 ACCELERATOR = "cuda" if torch.cuda.is_available() else "mps"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not torch.backends.mps.is_available(), reason="no accelerator"
+)
 @KIND
 def test_same_on_an_accelerator(options):
-    block, x, turn = random_block(**options), torch.randn(2, 6, 16), RotaryEmbedding(4)(torch.arange(6))
+    block = random_block(**options)
+    x = torch.randn(2, 6, 16)
+    turn = RotaryEmbedding(4)(torch.arange(6))
     expected, _ = block(x, position_embeddings=turn)
-    got, _ = block.to(ACCELERATOR)(x.to(ACCELERATOR), position_embeddings=tuple(t.to(ACCELERATOR) for t in turn))
+    got, _ = block.to(ACCELERATOR)(
+        x.to(ACCELERATOR), position_embeddings=tuple(t.to(ACCELERATOR) for t in turn)
+    )
     assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("experts", [{}, dict(use_moe=True, num_experts=np.int64(4), top_k=np.int8(2))])
+@pytest.mark.parametrize(
+    "experts", [{}, dict(use_moe=True, num_experts=np.int64(4), top_k=np.int8(2))]
+)
 def test_sizes_of_numpy_compile_as_one_graph(experts):
-    """A NumPy number that is left in a layer would break the graph, so the layers keep Python's ints."""
-    sizes = dict(num_heads=np.int64(4), num_kv_heads=np.uint8(2), head_dim=np.int32(4), intermediate_size=np.int64(24))
+    """A NumPy number that is left in a layer would break the graph, so the layers keep Python's
+    ints.
+    """
+    sizes = dict(
+        num_heads=np.int64(4),
+        num_kv_heads=np.uint8(2),
+        head_dim=np.int32(4),
+        intermediate_size=np.int64(24),
+    )
     torch.manual_seed(0)
-    block, x = TransformerBlock(np.int64(16), **sizes, sliding_window=np.int16(3), **experts), torch.randn(2, 7, 16)
+    block = TransformerBlock(np.int64(16), **sizes, sliding_window=np.int16(3), **experts)
+    x = torch.randn(2, 7, 16)
     turn = RotaryEmbedding(4)(torch.arange(7))
     compiled = torch.compile(copy.deepcopy(block), backend="eager", fullgraph=True)
     assert_close(compiled(x, position_embeddings=turn)[0], block(x, position_embeddings=turn)[0])

@@ -22,7 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,14 +38,22 @@ from .config import DistributedConfig
 from .devices import Runtime, resolve_device
 
 # %% ../../nbs/15_distributed.ipynb #65d47d81
-def _shard_blocks(model: nn.Module, config: DistributedConfig, *, world_size: int, bf16: bool) -> None:
-    """Spread the parameters of each block over the processes; the blocks are the items of `nn.ModuleList`s."""
+def _shard_blocks(
+    model: nn.Module, config: DistributedConfig, *, world_size: int, bf16: bool
+) -> None:
+    """Spread the parameters of each block over the processes; the blocks are the items of
+    `nn.ModuleList`s.
+    """
     device = next(model.parameters()).device
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy()
+    )
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size,)),
         "mp_policy": MixedPrecisionPolicy(  # inputs stay: rotary tables must not be rounded
-            param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if bf16 else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
         "offload_policy": offload,
     }
@@ -60,18 +74,26 @@ def _fsdp_no_sync(model: FSDPModule) -> Iterator[None]:
 
 # %% ../../nbs/15_distributed.ipynb #b737f2ec
 class DistributedManager(Runtime):
-    """The processes that train together, by `torch.distributed`: DDP or FSDP2, over gloo or NCCL. A context manager.
+    """The processes that train together, by `torch.distributed`: DDP or FSDP2, over gloo or NCCL. A
+    context manager.
 
-    The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the first), as torchrun (also
-    under Slurm) and `launch` set it. Source: Li et al. 2020 (DDP); Zhao et al. 2023 (FSDP).
+    The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the
+    first), as torchrun (also under Slurm) and `launch` set it. Source: Li et al. 2020 (DDP); Zhao
+    et al. 2023 (FSDP).
     """
 
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
-        self.config, self._device_name = config, device
+        self.config = config
+        self._device_name = device
         missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
         if missing:
-            raise ValueError(f"{missing[0]} is not in the environment: start with torchrun, or set distributed.world_size")
-        self.rank, self.world_size, self.local_rank = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            raise ValueError(
+                f"{missing[0]} is not in the environment: start with torchrun, or set"
+                " distributed.world_size"
+            )
+        self.rank, self.world_size, self.local_rank = (
+            int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        )
 
     def __enter__(self) -> "DistributedManager":
         on_cuda = resolve_device(self._device_name).type == "cuda"
@@ -83,13 +105,19 @@ class DistributedManager(Runtime):
         backend = "cpu:gloo,cuda:nccl" if on_cuda and self.config.backend != "gloo" else "gloo"
         timeout = timedelta(seconds=self.config.timeout)
         store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=timeout))
-        # torchrun's store outlives a restart: without a name of its own an attempt reads addresses of dead processes
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        # torchrun's store outlives a restart: without a name of its own an attempt reads addresses
+        # of dead processes
+        store = dist.PrefixStore(
+            f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+        )
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if error[0] is None:  # with an error the others may be gone, and the process is about to end
+        # with an error the others may be gone, and the process is about to end
+        if error[0] is None:
             dist.destroy_process_group()
 
     def device(self, name: str) -> torch.device:
@@ -106,11 +134,17 @@ class DistributedManager(Runtime):
             return model
         device = next(model.parameters()).device
         return DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else _fsdp_no_sync(cast(FSDPModule, model))
+        return (
+            model.no_sync()
+            if isinstance(model, DistributedDataParallel)
+            else _fsdp_no_sync(cast(FSDPModule, model))
+        )
 
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.clone()
@@ -118,7 +152,9 @@ class DistributedManager(Runtime):
         return total
 
     def reduce_mean(self, tensor: Tensor) -> Tensor:
-        """The mean of the processes' tensors. For a mean over targets divide sums instead: shares are unequal."""
+        """The mean of the processes' tensors. For a mean over targets divide sums instead: shares
+        are unequal.
+        """
         return self.sum(tensor) / self.world_size
 
     def any(self, flag: bool) -> bool:
@@ -142,10 +178,14 @@ class DistributedManager(Runtime):
         return _whole_tree(optimizer.state_dict(), keep=self.is_main)
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        model.load_state_dict({name: _spread(state[name], tensor) for name, tensor in model.state_dict().items()})
+        model.load_state_dict(
+            {name: _spread(state[name], tensor) for name, tensor in model.state_dict().items()}
+        )
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         moments = {
             index: {name: _spread(value, parameters[index]) for name, value in entries.items()}
             for index, entries in state["state"].items()
@@ -164,30 +204,41 @@ def _whole_tree(tree: Any, *, keep: bool) -> Any:
 
 
 def _spread(value: Any, like: Tensor) -> Any:
-    """This process's share of a whole tensor, laid out as `like`; what has another shape is no share of it."""
+    """This process's share of a whole tensor, laid out as `like`; what has another shape is no
+    share of it.
+    """
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 # %% ../../nbs/15_distributed.ipynb #b4b3279e
 def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
-    """Run `function(*arguments)` in `world_size` new processes of this machine; returns what the first one returns.
+    """Run `function(*arguments)` in `world_size` new processes of this machine; returns what the
+    first one returns.
 
-    `function` must be importable, and what it takes and returns picklable; it must return no tensor, whose memory ends with
-    its process. SIGINT and SIGTERM are handed on to all. When one process fails the others are ended and its error is raised
-    here; a RuntimeError, which may be the echo of another's end, as the text of a new one, and an error that pickle cannot
-    rebuild as an Exception with its words. Raises ValueError for a `world_size` below 1, and RuntimeError in another thread than
-    the main one, and where the first process ends without an answer.
+    `function` must be importable, and what it takes and returns picklable; it must return no
+    tensor, whose memory ends with its process. SIGINT and SIGTERM are handed on to all. When one
+    process fails the others are ended and its error is raised here; a RuntimeError, which may be
+    the echo of another's end, as the text of a new one, and an error that pickle cannot rebuild as
+    an Exception with its words. Raises ValueError for a `world_size` below 1, and RuntimeError in
+    another thread than the main one, and where the first process ends without an answer.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1: how many processes to start")
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("launch must be called in the main thread: it hands signals on, and Python delivers them to no other")
+        raise RuntimeError(
+            "launch must be called in the main thread: it hands signals on, and Python delivers"
+            " them to no other"
+        )
     results = mp.get_context("spawn").SimpleQueue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = mp.spawn(_run, (function, world_size, port, results, arguments), nprocs=world_size, join=False)
+    processes = mp.spawn(
+        _run, (function, world_size, port, results, arguments), nprocs=world_size, join=False
+    )
     said: list[tuple[int, Any]] = []  # rank, and its result or error
 
     def listen() -> None:
@@ -200,11 +251,14 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
                 listen()  # a child waits until its result is read
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as ended:
         listen()
-        # what a process refused itself tells more than that its partner then lost the connection, a RuntimeError
+        # what a process refused itself tells more than that its partner then lost the connection, a
+        # RuntimeError
         errors = [value for _, value in said if isinstance(value, Exception)]
         refusals = [error for error in errors if not isinstance(error, RuntimeError)]
         first = f"\nThe first error: {errors[0]}" if errors else ""  # an echo comes later
-        raise (refusals[0] if refusals else RuntimeError(f"a training process ended: {ended}{first}")) from None
+        raise (
+            refusals[0] if refusals else RuntimeError(f"a training process ended: {ended}{first}")
+        ) from None
     finally:  # an answer that cannot be read ends here too, and nobody is left behind
         for process in processes.processes:
             process.terminate()
@@ -214,16 +268,27 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
             raise value
     answers = [value for rank, value in said if rank == 0]
     if not answers:
-        raise RuntimeError("the first process ended without an answer, and without an error: does it call os._exit?")
+        raise RuntimeError(
+            "the first process ended without an answer, and without an error: does it call"
+            " os._exit?"
+        )
     return answers[0]
 
 
-def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    function: Callable[..., Any],
+    world_size: int,
+    port: int,
+    results: Any,
+    arguments: tuple[Any, ...],
+) -> None:
     if os.name == "posix":
         os.setpgrp()  # Ctrl-C reaches the parent alone, which hands it on once
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if "OMP_NUM_THREADS" not in os.environ:  # else each would take all cores, and they would wait for each other
+    # else each would take all cores, and they would wait for each other
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
         result = function(*arguments)
@@ -232,7 +297,9 @@ def _run(rank: int, function: Callable[..., Any], world_size: int, port: int, re
         raise
     if rank == 0:
         results.put((rank, result))
-    gc.collect()  # FSDP's modules are cycles: where they outlive the interpreter, a thread of gloo may abort the process
+    # FSDP's modules are cycles: where they outlive the interpreter, a thread of gloo may abort the
+    # process
+    gc.collect()
 
 
 def _sendable(error: BaseException) -> BaseException:
@@ -250,7 +317,9 @@ def _forwarded_to(pids: list[int]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
