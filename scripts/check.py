@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ["nbs", "tests", "scripts", "benchmarks", "conftest.py"]  # what people write
 WORKERS = str(min(4, os.cpu_count() or 1))
 
 
@@ -66,7 +67,10 @@ STAGES = [
     ),
     Stage(
         "lint",
-        [["ruff", "check", "llm_course", "tests", "scripts", "benchmarks", "nbs"]],
+        [
+            ["ruff", "format", "--check", *SOURCES],
+            ["ruff", "check", "llm_course", *SOURCES],
+        ],
         "Mend it where it is written: for llm_course/ that is the notebook named in the file's"
         " first lines; then `make export`.",
     ),

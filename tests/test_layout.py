@@ -1,0 +1,195 @@
+"""The shape of the code: what a reader can take in at once, and names that stay in their room.
+
+`ruff format` decides the layout (`make lint`); these rules are about what no formatter can mend.
+Each checker returns what is wrong, so that the same function judges the real tree and planted
+violations.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted(
+    path
+    for path in (ROOT / "llm_course").rglob("*.py")
+    if path.name not in {"__init__.py", "_modidx.py"}
+)
+PAGES = sorted((ROOT / "nbs").glob("[0-9][0-9]*_*.ipynb"))
+FUNCTION_LINES = 50
+CLASS_LINES = 200
+CELL_LINES = 65  # of code: docstrings, comments and blank lines cost a reader nothing
+TABLES = {"PRESETS", "ModelConfig"}  # data by name: a table of values, a table of fields
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def size_faults(code: str) -> list[str]:
+    """Functions and classes that are longer than two screens."""
+    faults = []
+    for node in ast.walk(ast.parse(code)):
+        is_class = isinstance(node, ast.ClassDef)
+        if not is_class and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        lines = node.end_lineno - node.lineno + 1
+        limit = CLASS_LINES if is_class else FUNCTION_LINES
+        if lines > limit and node.name not in TABLES:
+            faults.append(f"{node.name} has {lines} lines, of at most {limit}: name its parts")
+    return faults
+
+
+def packed_faults(code: str) -> list[str]:
+    """Two assignments in one statement, `a, b = x, y`; a swap, which needs both at once, is one."""
+    faults = []
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Assign):
+            continue
+        target, value = node.targets[0], node.value
+        if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple):
+            continue
+        used = {ast.unparse(part) for element in value.elts for part in ast.walk(element)}
+        together = any(ast.unparse(element) in used for element in target.elts)
+        if len(target.elts) == len(value.elts) and not together:
+            faults.append(
+                f"line {node.lineno}: {ast.unparse(node)[:60]}: one assignment a statement"
+            )
+    return faults
+
+
+def private_faults(code: str) -> list[str]:
+    """Names with an underscore that belong to another module of the course."""
+    faults, modules = [], set()
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if not node.level and not (node.module or "").startswith("llm_course"):
+            continue
+        for alias in node.names:
+            modules.add(alias.asname or alias.name)
+            if alias.name.startswith("_") and alias.name != "__version__":
+                faults.append(f"{alias.name} is private to {node.module}")
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if private and node.value.id in modules and node.value.id.islower():
+                faults.append(f"{ast.unparse(node)} is private to {node.value.id}")
+    return faults
+
+
+def lines_of_code(code: str) -> int:
+    """How many lines hold code: no docstring, no comment, and not blank."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(code.splitlines(), start=1)
+    held = ((number, line.strip()) for number, line in lines)
+    return sum(bool(line) and line[0] != "#" and n not in docstrings for n, line in held)
+
+
+def cell_faults(notebook: dict) -> list[str]:
+    """Exported cells that are longer than a reader takes in at once; a table is meant to be."""
+    faults = []
+    for index, cell in enumerate(notebook["cells"]):
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code" or not re.match(r"#\|\s*export", source):
+            continue
+        lines = lines_of_code(source)
+        is_table = any(re.search(rf"^(class )?{name}\b", source, re.MULTILINE) for name in TABLES)
+        if lines > CELL_LINES and not is_table:
+            faults.append(f"exported cell {index} has {lines} lines of code, {CELL_LINES} at most")
+    return faults
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names(MODULES))
+def test_module_is_readable(path):
+    code = path.read_text(encoding="utf-8")
+    assert size_faults(code) == []
+    assert packed_faults(code) == []
+    assert private_faults(code) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=names(MODULES))
+def test_module_has_no_wide_line(path):
+    """`ruff` sees the notebooks; this sees what nbdev makes of them, beside its own `__all__`."""
+    code = re.sub(r"^__all__ = \[.*?\]\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    assert [line for line in code.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=names(PAGES))
+def test_exported_cells_are_short(path):
+    assert cell_faults(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+def test_importing_asks_the_machine_nothing():
+    """No module reads /proc or imports what only some commands need, before someone asks for it."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES]
+    code = (
+        "import builtins, io, importlib, pathlib, sys\n"
+        "def refuse(path, *args, **options):\n"
+        "    assert not str(path).startswith('/proc'), path\n"
+        "    return opened(path, *args, **options)\n"
+        "import torch, numpy\n"
+        "opened = io.open\n"
+        "io.open = builtins.open = refuse\n"
+        f"for module in {modules}: importlib.import_module(module)\n"
+        "late = {'tensorboard', 'matplotlib', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "assert not late, late\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
+# ---------------------------------------------------------------- the rules can fail
+
+
+def test_planted_sizes():
+    long_function = "def f():\n" + "    x = 1\n" * FUNCTION_LINES
+    assert len(size_faults(long_function)) == 1
+    assert size_faults("def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1)) == []
+    assert len(size_faults("class A:\n" + "    x = 1\n" * CLASS_LINES)) == 1
+
+
+@pytest.mark.parametrize(
+    "code, count",
+    [
+        ("a, b = 1, 2", 1),
+        ("self.a, self.b = a, b", 1),
+        ("a, b = b, a", 0),
+        ("a, b = f(x)", 0),
+        ("x = 1\ny = 2", 0),
+    ],
+)
+def test_planted_packing(code, count):
+    assert len(packed_faults(code)) == count
+
+
+@pytest.mark.parametrize(
+    "code, count",
+    [
+        ("from llm_course.model.moe import _load", 1),
+        ("from .moe import _load", 1),
+        ("from ..text import bpe\nbpe._SYMBOLS", 1),
+        ("from ..text import bpe\nbpe.SYMBOLS", 0),
+        ("from torch.optim._functional import _adam", 0),
+    ],
+)
+def test_planted_borrowing(code, count):
+    assert len(private_faults(code)) == count
+
+
+def test_planted_cell():
+    def page(source: str) -> dict:
+        return {"cells": [{"cell_type": "code", "source": [source]}]}
+
+    assert len(cell_faults(page("#| export\n" + "x = 1\n" * CELL_LINES))) == 1
+    assert cell_faults(page("x = 1\n" * 100)) == []
+    assert cell_faults(page("#| export\nPRESETS = {\n" + "    1: 1,\n" * 100 + "}")) == []
