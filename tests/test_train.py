@@ -16,13 +16,13 @@ import torch
 from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
 from llm_course.model.decoder import ModelConfig
-from llm_course.training import train
+from llm_course.training import run as train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
-from llm_course.training.train import find_task, load_run, train_worker
+from llm_course.training.run import find_task, load_run, train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = [
@@ -260,7 +260,7 @@ def _files(run_dir):
 
 
 class TestWhatCannotWrite:
-    """A run without text, a run whose text is gone, and a best checkpoint that nobody has measured."""
+    """A run without text, a run whose text is gone, and a best checkpoint without a measure."""
 
     SHORT = ["--training.max_steps", "4", "--training.precision", "fp32", *QUIET]
 
@@ -433,7 +433,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(capsys):
 # Case 21
 def test_a_second_run_in_the_folder_is_refused(folder):
     holder = (
-        "from pathlib import Path; from llm_course.training.train import _alone_in\n"
+        "from pathlib import Path; from llm_course.training.run import _alone_in\n"
         "with _alone_in(Path('run')): print('held', flush=True); input()"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
