@@ -110,9 +110,7 @@ def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program `llm-course`: finds the command and hands it the rest of the line. Returns the
-    exit status.
-    """
+    """The program `llm-course`: find the command, hand it the other words, return its status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a terminal that lacks a character shows a question mark
@@ -123,3 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unwritten:
         sys.stdout = None  # else Python tries once more after our end, and complains
     return unwritten or status or 0
+
+# %% ../nbs/19g_command.ipynb #583c9670
+#| eval: false
+if __name__ == "__main__":
+    sys.exit(main())

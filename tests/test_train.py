@@ -517,3 +517,17 @@ def test_resume_trains_the_run_that_was_named(tmp_path, monkeypatch):
         train_worker(config)
     assert cli(["resume", "--run", "a", "--run-dir", "b", "--training.max_steps", "4"]) == 0
     assert [read_metrics(f"{name}/metrics.jsonl")[-1]["step"] for name in ("a", "b")] == [4, 2]
+
+
+@pytest.mark.parametrize("module", ["llm_course.cli train", "llm_course.training.train"])
+def test_the_modules_are_programs_too(tmp_path, module):
+    """`python -m` trains, and refuses, as `llm-course train` does."""
+    words = "--task regression --training.max_steps 2 --logging.progress false --run-dir run"
+    command = [sys.executable, "-m", *module.split(), *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    options = dict(cwd=tmp_path, capture_output=True, text=True, env=environment)
+    first = subprocess.run(command, **options)
+    assert first.returncode == 0 and "validation loss" in first.stdout, first.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    again = subprocess.run(command, **options)
+    assert again.returncode == 2 and "error: run holds a finished run" in again.stderr

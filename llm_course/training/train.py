@@ -78,3 +78,10 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(argv)
     config = Path(options.run, "config.yaml")
     return main([f"--config={config}", *rest, "--resume", f"--run_dir={options.run}"])
+
+# %% ../../nbs/19b_train_command.ipynb #64778228
+#| eval: false
+if __name__ == "__main__":
+    from llm_course.cli import main as llm_course
+
+    sys.exit(llm_course(["train", *sys.argv[1:]]))
