@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import _LONGEST_PRODUCTS
+from .kernels.attention import LONGEST_PRODUCTS
 from .decoder import DecoderModel, ModelConfig
 from .embedding import _check_sizes
 from ..text.batches import shift
@@ -218,7 +218,7 @@ def _block_activations(
         factors += 2 * (H + K) * D
         if window is not None and window < T:
             factors += H * D + T / B  # the result once more, and a mask (T, T) for the whole batch
-        if mixed_precision and on_bf16_cpu and T <= _LONGEST_PRODUCTS:
+        if mixed_precision and on_bf16_cpu and T <= LONGEST_PRODUCTS:
             factors += H * T  # the weights
             stream -= H
     bend_input = config.activation != "relu"  # the slope of relu can be read off its output

@@ -105,9 +105,9 @@ class TransformerBlock(nn.Module):
             attention_out_bias=attention_out_bias,
             qk_norm=qk_norm,
             rms_norm_eps=rms_norm_eps,
-            scale=attention_scale,
+            attention_scale=attention_scale,
             sliding_window=sliding_window,
-            softcap=attn_logit_softcapping,
+            attn_logit_softcapping=attn_logit_softcapping,
             dropout=dropout,
             layer_index=layer_index,
         )
