@@ -346,9 +346,9 @@ class MultiHeadAttention(nn.Module):
         attention_out_bias: bool | None = None,
         qk_norm: bool = False,
         rms_norm_eps: float = 1e-6,
-        scale: float | None = None,
+        attention_scale: float | None = None,
         sliding_window: int | None = None,
-        softcap: float | None = None,
+        attn_logit_softcapping: float | None = None,
         dropout: float = 0.0,
         layer_index: int = 0,
     ):
@@ -371,12 +371,12 @@ class MultiHeadAttention(nn.Module):
                 f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give"
                 " head_dim"
             )
-        _check_range(softcap, scale, dropout)
+        _check_range(attn_logit_softcapping, attention_scale, dropout)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.scale = scale
-        self.softcap = softcap
+        self.scale = attention_scale
+        self.softcap = attn_logit_softcapping
         self.sliding_window = sliding_window
         self.dropout = dropout
         self.layer_index = layer_index
