@@ -30,8 +30,15 @@ from llm_course.model.estimate import (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-SMALL = dict(vocab_size=101, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96,
-             max_position_embeddings=64)  # fmt: skip
+SMALL = dict(
+    vocab_size=101,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=96,
+    max_position_embeddings=64,
+)
 EXPERTS = dict(use_moe=True, num_experts=4, top_k=2)
 
 
