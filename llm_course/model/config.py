@@ -196,6 +196,13 @@ class ModelConfig:
         return cls(**(PRESETS[name] | changes))
 
     @property
+    def resolved_vocab_size(self) -> int:
+        """V; ValueError as long as no tokenizer has decided it."""
+        if self.vocab_size is None:
+            raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
+        return self.vocab_size
+
+    @property
     def resolved_head_dim(self) -> int:
         """D: `head_dim`, or hidden_size / num_heads where that is None."""
         return self.head_dim or self.hidden_size // self.num_heads

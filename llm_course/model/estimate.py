@@ -61,7 +61,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
     Raises ValueError where vocab_size is None.
     """
-    V = _vocabulary(config)
+    V = config.resolved_vocab_size
     C = config.hidden_size
     L = config.num_layers
     H, K, D = _heads(config)
@@ -93,12 +93,6 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         mtp=config.num_mtp_layers * (2 * norm + 2 * C * C + attention + dense + norms * norm),
         idle=L * (config.num_experts - config.top_k) * expert if config.use_moe else 0,
     )
-
-
-def _vocabulary(config: ModelConfig) -> int:
-    if config.vocab_size is None:
-        raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
-    return config.vocab_size
 
 
 def _heads(config: ModelConfig) -> tuple[int, int, int]:
@@ -140,7 +134,7 @@ def flops_per_token(
     Chowdhery et al. 2022, appendix B.
     """
     T = check_length(config, sequence_length)
-    V = _vocabulary(config)
+    V = config.resolved_vocab_size
     C = config.hidden_size
     L = config.num_layers
     H, K, D = _heads(config)
@@ -330,7 +324,7 @@ class TrainingMemory(NamedTuple):
 def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
     """Bytes of the bfloat16 copies that autocast makes of weights, and keeps."""
     C = config.hidden_size
-    matrices = count.attention + count.mlp + count.mtp + _vocabulary(config) * C
+    matrices = count.attention + count.mlp + count.mtp + config.resolved_vocab_size * C
     if config.use_moe:  # experts are converted one by one, and not kept; the router stays float32
         expert = (3 if config.use_glu else 2) * config.resolved_intermediate_size * C
         matrices -= config.num_layers * config.num_experts * (expert + C)
@@ -373,7 +367,7 @@ def training_memory(
     "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
     T = check_length(config, sequence_length)
-    V = _vocabulary(config)
+    V = config.resolved_vocab_size
     batch_size, chunk_size = check_sizes(batch_size=batch_size, chunk_size=chunk_size)
     tokens = batch_size * T
     C = config.hidden_size
@@ -504,8 +498,8 @@ def check_device(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = DecoderModel(config)
-        assert config.vocab_size is not None  # the model has checked it
-        ids = torch.randint(config.vocab_size, (batch_size, check_length(config, T) + 1))
+        row = check_length(config, T) + 1
+        ids = torch.randint(config.resolved_vocab_size, (batch_size, row))
     other = copy.deepcopy(model).to(device)
     differences = _differences(_training_step(model, ids), _training_step(other, ids.to(device)))
     worst = max(differences, key=lambda name: differences[name])
