@@ -222,7 +222,7 @@ def test_options_reach_the_parts():
         (dict(norm_position=None), "norm_position=None"),
         (dict(norm_type="batchnorm"), "norm_type='batchnorm' must be rmsnorm or layernorm"),
         (dict(norm_type="batchnorm", norm_position="post"), "norm_type='batchnorm'"),
-        (dict(residual_multiplier=0.0), "residual_multiplier=0.0 must be at least"),
+        (dict(residual_multiplier=0.0), "residual_multiplier=0.0 must be positive and finite"),
         (dict(residual_multiplier=-1.0), "residual_multiplier=-1.0"),
         (dict(residual_multiplier=math.nan), "residual_multiplier=nan"),
         (dict(residual_multiplier=math.inf), "residual_multiplier=inf"),
