@@ -108,10 +108,12 @@ class TransformerBlock(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
-        self._check_dtype(x)
-        y = self.self_attn(
-            self.input_layernorm(x), position_embeddings=position_embeddings, mask=mask, cache=cache
-        )
+        z = self.input_layernorm(x)
+        try:
+            y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
+        except RuntimeError as error:
+            self._explain(error, x)
+            raise
         x = self._add(x, y, self.attention_output_norm)
         y = self.mlp(self.post_attention_layernorm(x))
         stats = None
@@ -126,17 +128,17 @@ class TransformerBlock(nn.Module):
             return norm(x.add(y, alpha=self.residual_multiplier))
         return x.add(norm(y), alpha=self.residual_multiplier)  # for "pre", norm is the identity
 
-    def _check_dtype(self, x: Tensor) -> None:
-        """ValueError where `x` has another dtype than the weights, and autocast is off.
+    def _explain(self, error: RuntimeError, x: Tensor) -> None:
+        """ValueError in place of PyTorch's `error`, where that is about dtypes of x and weights.
 
-        The norms tell the dtype, and no projection does: that may be a quantised or a LoRA layer.
+        Only the projections know what they take: one may be a quantised or a LoRA layer.
         """
-        norm = self.mlp_output_norm if self.norm_position == "post" else self.input_layernorm
-        dtype = norm.weight.dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        others = {p.dtype for p in self.self_attn.parameters()} - {x.dtype}
+        if others and "dtype" in str(error):
+            dtypes = " and ".join(sorted(map(str, others)))
             raise ValueError(
-                f"x is {x.dtype} and the weights are {dtype}: convert one, or use torch.autocast"
-            )
+                f"x is {x.dtype} and the weights are {dtypes}: convert one, or use torch.autocast"
+            ) from error
 
     def extra_repr(self) -> str:
         return f"norm_position={self.norm_position}, residual_multiplier={self.residual_multiplier}"
