@@ -6,7 +6,6 @@
 __all__ = ['build_norm', 'build_attention', 'build_mlp', 'TransformerBlock']
 
 # %% ../../nbs/08b_transformer_block.ipynb #d430e5e4
-import torch
 from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention

@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..hardware import resolve_device
 from .config import DistributedConfig
-from .devices import Runtime, resolve_device
+from .runtime import Runtime
 
 # %% ../../nbs/15_distributed.ipynb #65d47d81
 def _shard_blocks(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
+from ..hardware import resolve_precision
 from ..model.decoder import DecoderModel
 from ..model.generation import stream_text
 from ..text.tokenization import BPETokenizer
@@ -39,10 +40,10 @@ from llm_course.training.checkpointing import (
     load_checkpoint,
 )
 from .config import Config
-from .devices import Runtime, resolve_precision
 from .distributed import DistributedManager, launch
 from .engine import Callback, TrainingEngine
 from .monitoring import Logger, PerformanceMonitor, matmul_flops
+from .runtime import Runtime
 from .sources import read_config, save_config
 from .task import LanguageModelingTask, RegressionTask, TrainingTask
 

@@ -15,7 +15,12 @@ from pathlib import Path
 
 from ..commands.generate import print_continuation
 from .config import Config
-from .run import AVAILABLE_TASKS, generate_line, load_run, train_worker
+from llm_course.training.run import (
+    AVAILABLE_TASKS,  # noqa: F401  # documented place
+    generate_line,
+    load_run,
+    train_worker,
+)
 from .sources import load_config
 
 # %% ../../nbs/19b_train_command.ipynb #05d3811a
