@@ -1,5 +1,6 @@
 """Cleaning on any text: each step does what it says and no more, and near copies are found."""
 
+import hashlib
 import json
 import sys
 import unicodedata
