@@ -20,7 +20,7 @@ from llm_course.hardware import (
 
 @pytest.fixture
 def asked_again():
-    """The answers are kept for the process: a test that plays another machine has to ask anew."""
+    """The answers are kept for the process: a test that plays another machine asks again."""
     questions = (hardware._ask_for_bf16, hardware._ask_for_amd)
     for question in questions:
         question.cache_clear()
