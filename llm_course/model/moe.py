@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from .embedding import _check_sizes
-from .mlp import _ACTIVATIONS, MLP, _gated
+from .mlp import ACTIVATIONS as _ACTIVATIONS
+from .mlp import MLP
+from .mlp import gated_activation as _gated
 
 # %% ../../nbs/07a_moe.ipynb #27965a16
 def _rounded(x: Tensor, size: int) -> int:

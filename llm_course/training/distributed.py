@@ -195,7 +195,7 @@ class DistributedManager(Runtime):
 
 # %% ../../nbs/15_distributed.ipynb #2104936a
 def _whole_tree(tree: Any, *, keep: bool) -> Any:
-    """`tree` with whole tensors on the CPU; without `keep` a process takes part and keeps little."""
+    """`tree` with whole tensors on the CPU; without `keep` a process only takes part."""
     if isinstance(tree, dict):
         return {name: _whole_tree(value, keep=keep) for name, value in tree.items()}
     if not isinstance(tree, DTensor):
