@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from llm_course.model.cross_entropy import linear_cross_entropy
+from llm_course.model.cross_entropy import linear_cross_entropy, loss_and_gradients
+from llm_course.model.kernels.cross_entropy import (
+    cross_entropy_saved_bytes,
+    cross_entropy_working_bytes,
+    fused_loss_and_gradients,
+)
 from llm_course.text.batches import IGNORE_INDEX
 
 
@@ -162,6 +167,66 @@ def test_autocast_leaves_float64_alone_as_pytorch_does():
         )
         with pytest.raises(ValueError, match="hidden is torch.float64 and weight torch.float32"):
             linear_cross_entropy(hidden, weight.detach().float(), labels)
+
+
+# ---------------------------------------------------------------- the kernel and its readable form
+
+
+@pytest.mark.parametrize("softcap, z_loss_coef", [(None, 0.0), (5.0, 0.0), (None, 0.1), (5.0, 0.1)])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 2e-2),
+        (torch.float16, 3e-3),
+    ],
+)
+def test_the_kernel_equals_the_readable_form(dtype, tolerance, softcap, z_loss_coef):
+    hidden, weight, labels = (t.detach() for t in example((65,), 32, 301, torch.float64))
+    labels[::4] = IGNORE_INDEX
+    inputs = hidden.to(dtype), weight.to(dtype), labels
+    for chunk_size in (1, 16, 65, 100):
+        options = (softcap, z_loss_coef, chunk_size)
+        readable = loss_and_gradients(*inputs, *options)
+        fused = fused_loss_and_gradients(*inputs, *options, True, True)
+        for ours, theirs in zip(fused, readable, strict=True):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (False, False)])
+def test_the_kernel_computes_only_what_is_asked_for(asked):
+    hidden, weight, labels = (t.detach() for t in example((65,), 8, 30))
+    loss, *gradients = loss_and_gradients(hidden, weight, labels, 5.0, 0.1, 16)
+    got_loss, *got = fused_loss_and_gradients(hidden, weight, labels, 5.0, 0.1, 16, *asked)
+    assert_close(got_loss, loss)
+    for found, expected, wanted in zip(got, gradients, asked, strict=True):
+        assert_close(found, expected if wanted else expected[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_kernel_keeps_what_it_says(dtype):
+    hidden, weight, labels = example((65,), 32, 301, dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear_cross_entropy(hidden, weight, labels)
+    assert sum(t.nbytes for t in kept) == cross_entropy_saved_bytes(65, 32, 301, dtype)
+
+
+@pytest.mark.parametrize("has_softcap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_of_the_kernel_by_hand(dtype, has_softcap):
+    """N = 1000, C = 10, V = 50, chunks of 100: tables of 5000 numbers, a matrix of 500."""
+    sizes = (1000, 10, 50, dtype)
+    options = dict(chunk_size=100, has_softcap=has_softcap)
+    half = dtype == torch.bfloat16
+    buffers = 5000 * 6 if half else 5000 * 4
+    passing = 5000 * 4 if has_softcap else 500 * 2 * half
+    assert cross_entropy_working_bytes(*sizes, **options) == buffers + passing + 500 * 2 * half
+    assert cross_entropy_saved_bytes(*sizes) == (1000 + 50) * 10 * dtype.itemsize
+    few = cross_entropy_working_bytes(7, 10, 50, dtype)  # fewer positions than a chunk holds
+    assert few == cross_entropy_working_bytes(7, 10, 50, dtype, chunk_size=7)
 
 
 # ---------------------------------------------------------------- nothing to learn from

@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
+from llm_course.model.kernels.moe import (
+    grouped_linear,
+    grouped_linear_saved_bytes,
+    grouped_outer,
+    rounded_rows,
+)
 from llm_course.model.mlp import MLP
 from llm_course.model.moe import (
     Experts,
     MoE,
     Router,
-    _grouped_linear,
-    _grouped_outer,
-    _rounded,
+    linear_by_expert,
     load_balancing_loss,
     router_z_loss,
 )
@@ -140,26 +144,72 @@ def test_grouped_product(counts):
     counts = torch.tensor(counts)
     expert = torch.repeat_interleave(torch.arange(4), counts)
     assert_close(
-        _grouped_linear(x, weight, counts),
+        grouped_linear(x, weight, counts),
         torch.stack([w @ row for w, row in zip(weight[expert], x, strict=True)]),
     )
-    assert torch.autograd.gradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
-    _grouped_linear(x, weight, counts).sum().backward()  # an expanded gradient
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
+    grouped_linear(x, weight, counts).sum().backward()  # an expanded gradient
     assert weight.grad[counts == 0].abs().sum() == 0 and (weight.grad[counts > 0] != 0).all()
+
+
+COUNTS = [[31, 0, 33, 1, 64, 3], [0, 132, 0, 0, 0, 0], [2, 3, 0, 1, 0, 5], [0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 2e-2),
+        (torch.float16, 3e-3),
+    ],
+)
+def test_the_operator_equals_the_loop_over_experts(counts, weight_dtype, dtype, tolerance):
+    """Outputs and gradients in every dtype, also with weights of another dtype than the rows."""
+    torch.manual_seed(0)
+    M = sum(counts)
+    counts = torch.tensor(counts)
+    x = torch.randn(M, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(6, 12, 8, dtype=weight_dtype or dtype, requires_grad=True)
+    probe = torch.randn(M, 12, dtype=dtype)
+    results = []
+    for product in (grouped_linear, linear_by_expert):
+        y = product(x, weight, counts)
+        results.append([y, *torch.autograd.grad(y, (x, weight), probe)])
+    for ours, readable in zip(*results, strict=True):
+        assert ours.dtype == readable.dtype and ours.shape == readable.shape
+        scale = readable.abs().max().item() if readable.numel() else 0.0
+        assert_close(ours, readable, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_keeps_what_it_says(dtype, weight_dtype):
+    x = torch.randn(40, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, 12, 8, dtype=weight_dtype, requires_grad=True)
+    counts = torch.tensor([30, 0, 10])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        grouped_linear(x, weight, counts)
+    others = {weight.data_ptr(), counts.data_ptr()}
+    found = sum(t.nbytes for t in kept if t.data_ptr() not in others)
+    assert found == grouped_linear_saved_bytes(40, 8, dtype)
 
 
 def test_half_precision_meets_eight_sizes_between_two_powers_of_two():
     x = torch.zeros(33, 1, dtype=torch.bfloat16)
     for power in range(5, 15):
         sizes = range(2**power, 2 ** (power + 1))
-        rounded = [_rounded(x, size) for size in sizes]
+        rounded = [rounded_rows(x, size) for size in sizes]
         assert len(set(rounded)) <= 9  # the next power of two is one of them
         assert all(
             size <= rows <= max(size + 31, 1.125 * size)
             for size, rows in zip(sizes, rounded, strict=True)
         )
-    assert [_rounded(x, size) for size in (0, 1, 32, 33)] == [0, 32, 32, 64]
-    assert [_rounded(other, 33) for other in (x.float(), x[:32], x.to("meta"))] == [33, 33, 33]
+    assert [rounded_rows(x, size) for size in (0, 1, 32, 33)] == [0, 32, 32, 64]
+    assert [rounded_rows(other, 33) for other in (x.float(), x[:32], x.to("meta"))] == [33, 33, 33]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +238,10 @@ def test_grouped_product_in_half_precision_rounds_the_blocks_up(counts, dtype, m
     monkeypatch.setattr(
         torch, "mm", lambda a, b, **out: (shapes.add((a.shape, b.shape)), product(a, b, **out))[1]
     )
-    y = _grouped_linear(*half, counts)
+    y = grouped_linear(*half, counts)
     found = torch.autograd.grad(y, half, probe.to(dtype))
     assert shapes and all(size % 32 == 0 for a, b in shapes for size in {*a, *b} - {8, 12})
-    wanted = _grouped_linear(*full, counts)
+    wanted = grouped_linear(*full, counts)
     assert_close(y.float(), wanted, rtol=1e-2, atol=1e-2)
     for ours, theirs in zip(found, torch.autograd.grad(wanted, full, probe), strict=True):
         assert_close(ours.float(), theirs, rtol=2e-2, atol=0.1)
@@ -203,9 +253,9 @@ def test_second_derivatives():
     counts = torch.tensor([2, 0, 3])
     x = torch.randn(5, 3).double().requires_grad_()
     weight = torch.randn(3, 2, 3).double().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda x, w: _grouped_linear(x, w, counts), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, counts), (x, weight))
     dy = torch.randn(5, 2).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda dy, x: _grouped_outer(dy, x, counts, x.dtype), (dy, x))
+    assert torch.autograd.gradcheck(lambda dy, x: grouped_outer(dy, x, counts, x.dtype), (dy, x))
     moe = random_moe(3, 4, **SMALL).double()
     tokens = torch.randn(6, 3).double().requires_grad_()
     (slope,) = torch.autograd.grad(moe(tokens)[0].square().sum(), tokens, create_graph=True)
@@ -250,9 +300,9 @@ def test_operators_are_registered_right():
     counts = torch.tensor([3, 0, 4, 0])
     x = torch.randn(7, 5, requires_grad=True)
     weight = torch.randn(4, 3, 5, requires_grad=True)
-    torch.library.opcheck(_grouped_linear, (x, weight, counts))
+    torch.library.opcheck(grouped_linear, (x, weight, counts))
     torch.library.opcheck(
-        _grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts, torch.float32)
+        grouped_outer, (torch.randn(7, 3, requires_grad=True), x, counts, torch.float32)
     )
 
 
@@ -264,7 +314,7 @@ def test_grouped_product_equals_pytorchs():
         torch.randn(3, 24, 16, requires_grad=True),
     )
     theirs = F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
-    ours = _grouped_linear(x, weight, counts)
+    ours = grouped_linear(x, weight, counts)
     assert_close(ours, theirs)
     probe = torch.randn(8, 24)
     assert_close(
@@ -274,7 +324,7 @@ def test_grouped_product_equals_pytorchs():
 
 def test_counts_that_do_not_cover_the_rows_are_refused():
     with pytest.raises(RuntimeError, match=r"blocks of \[3, 3\] rows must fill the 7 rows"):
-        _grouped_linear(torch.randn(7, 5), torch.randn(2, 3, 5), torch.tensor([3, 3]))
+        grouped_linear(torch.randn(7, 5), torch.randn(2, 3, 5), torch.tensor([3, 3]))
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -742,7 +792,7 @@ def test_wrong_sizes(name, value):
         (dict(router_z_loss_coef=math.inf), "router_z_loss_coef=inf"),
         (dict(dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
         (dict(dropout=math.nan), "dropout=nan"),
-        (dict(activation="swish"), "choose one of silu, gelu, gelu_tanh, relu, or None"),
+        (dict(activation="swish"), "choose one of 'silu', 'gelu', 'gelu_tanh', 'relu', or None"),
     ],
 )
 def test_wrong_options(options, message):
@@ -769,9 +819,12 @@ def test_an_activation_in_a_list_is_refused():
     "x", [torch.ones(7, 5), torch.ones(6), torch.ones(2, 7, 6), torch.ones(7, 6, dtype=torch.long)]
 )
 def test_experts_and_router_refuse_another_x(x):
-    with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(M, 6\)"):
+    rule = "x has dtype torch.int64, expected a floating-point type"
+    if x.is_floating_point():
+        rule = re.escape(f"x has shape {tuple(x.shape)}, expected (*, 6) = ")
+    with pytest.raises(ValueError, match=rule):
         Experts(2, 6, 8)(x, torch.tensor([3, 4]))
-    with pytest.raises(ValueError, match=r"expected floating-point numbers of shape \(N, 6\)"):
+    with pytest.raises(ValueError, match=rule):
         Router(6, 2, top_k=1)(x)
 
 
@@ -783,11 +836,11 @@ def test_experts_refuse_other_counts(counts):
 
 def test_wrong_inputs():
     moe = MoE(6, 8, **SMALL)
-    for x in (torch.randn(2, 5), torch.randn(()), torch.ones(2, 6, dtype=torch.long)):
-        with pytest.raises(
-            ValueError, match=r"expected floating-point numbers of shape \(\.\.\., 6\)"
-        ):
+    for x in (torch.randn(2, 5), torch.randn(())):
+        with pytest.raises(ValueError, match=r"x has shape .*, expected \(\.\.\., 6\)"):
             moe(x)
+    with pytest.raises(ValueError, match="x has dtype torch.int64, expected a floating-point type"):
+        moe(torch.ones(2, 6, dtype=torch.long))
     for dtype in (torch.bfloat16, torch.float64):
         with pytest.raises(ValueError, match="convert one, or use torch.autocast"):
             moe(torch.randn(2, 6).to(dtype))
