@@ -31,11 +31,11 @@ COMMANDS = {
     ),
     "estimate": (
         "say what a run will cost before it starts",
-        "llm_course.training.monitoring:estimate_command",
+        "llm_course.commands.estimate:estimate_command",
     ),
     "doctor": (
         "check what this machine has and whether it computes right",
-        "llm_course.training.monitoring:doctor_command",
+        "llm_course.commands.doctor:doctor_command",
     ),
 }
 

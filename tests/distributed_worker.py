@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from llm_course.model.decoder import ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import Config, DistributedConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.distributed import DistributedManager

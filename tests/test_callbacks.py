@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.summary.writer import event_file_writer
 
-from llm_course.model.decoder import ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.text.data import SyntheticDataModule
 from llm_course.training.callbacks import (
     EarlyStopping,

@@ -29,7 +29,6 @@ from llm_course.training import checkpointing
 from llm_course.training.checkpointing import (
     Checkpointer,
     CheckpointManager,
-    GracefulStop,
     join_tensors,
     load_checkpoint,
     split_tensors,
@@ -37,7 +36,8 @@ from llm_course.training.checkpointing import (
 )
 from llm_course.training.config import Config, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
-from llm_course.training.monitoring import Logger
+from llm_course.training.logging import Logger
+from llm_course.training.signals import GracefulStop
 from llm_course.training.task import RegressionTask
 from llm_course.training.train import main
 
@@ -159,9 +159,14 @@ def test_case_1_killed_twenty_times_at_random_moments_while_saving(tmp_path):
 
 
 OPERATIONS = [
-    (checkpointing, "save_file"), (Path, "write_text"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "rmdir"),
+    (checkpointing, "save_file"),
+    (Path, "write_text"),
+    (os, "fsync"),
+    (Path, "rename"),
+    (shutil, "rmtree"),
+    (Path, "rmdir"),
     (Path, "mkdir"),
-]  # fmt: skip
+]
 
 
 @forks
@@ -1022,10 +1027,21 @@ def test_a_second_signal_stops_at_once_and_the_handlers_come_back():
 # ---------------------------------------------------------------- nothing is unpickled
 
 UNSAFE = {
-    "torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter", "torch.serialization.load",
-    "pandas.read_pickle", "numpy.load", "numpy.lib.format.read_array", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-    "yaml.UnsafeLoader", "yaml.Loader", "torch.distributed.checkpoint.load",
-}  # fmt: skip
+    "torch.load",
+    "torch.jit.load",
+    "torch.hub.load",
+    "torch.package.PackageImporter",
+    "torch.serialization.load",
+    "pandas.read_pickle",
+    "numpy.load",
+    "numpy.lib.format.read_array",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "yaml.UnsafeLoader",
+    "yaml.Loader",
+    "torch.distributed.checkpoint.load",
+}
 UNSAFE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 MADE_SAFE = {"torch.load": ("weights_only", True), "numpy.load": ("allow_pickle", False)}
 

@@ -19,7 +19,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from llm_course.model.decoder import ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.model.embedding import RopeScaling
 from llm_course.training import config as config_module
 from llm_course.training import sources
@@ -35,9 +35,13 @@ from llm_course.training.config import (
 from llm_course.training.sources import load_config, read_config, save_config
 
 SECTIONS = {
-    "data": DataConfig, "training": TrainingConfig, "optimization": OptimizationConfig, "distributed": DistributedConfig,
-    "checkpoint": CheckpointConfig, "logging": LoggingConfig,
-}  # fmt: skip
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimization": OptimizationConfig,
+    "distributed": DistributedConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
 NAN = math.nan
 INF = math.inf
 # Each example builds a parser, so a failing one is not made smaller.
@@ -516,87 +520,257 @@ REFUSED = [
     (["--training.max_stepz", "3"], None, {}, "command line: 'training.max_stepz' is no key"),
     (["--max_steps", "3"], None, {}, "do you mean 'training.max_steps'?"),
     (["--training.max_step", "3"], None, {}, "'training.max_step' is no key"),  # no abbreviations
-    (["--lr", "3"], None, {}, "'lr' is no key of the configuration; --print_config shows all of them"),
+    (
+        ["--lr", "3"],
+        None,
+        {},
+        "'lr' is no key of the configuration; --print_config shows all of them",
+    ),
     (["--model.rope_scaling.factr=4"], None, {}, "do you mean 'model.rope_scaling.factor'?"),
     # the right word in another section
     (["--model.patience", "3"], None, {}, "do you mean 'training.patience'?"),
-    (["--training", "{max_steps: 3, max_steps: 4}"], None, {}, "set its keys one by one, such as training.max_steps"),
-    ([], "training: {max_stepz: 3}", {}, "run.yaml: 'training.max_stepz' is no key of the configuration; do you mean"),
+    (
+        ["--training", "{max_steps: 3, max_steps: 4}"],
+        None,
+        {},
+        "set its keys one by one, such as training.max_steps",
+    ),
+    (
+        [],
+        "training: {max_stepz: 3}",
+        {},
+        "run.yaml: 'training.max_stepz' is no key of the configuration; do you mean",
+    ),
     ([], "learning_rate: 3", {}, "do you mean 'optimization.learning_rate'?"),
     ([], "optimisation: {learning_rate: 3}", {}, "configuration; do you mean 'optimization'?"),
-    ([], "model: {rope_scaling: {rope_type: linear, factr: 2}}", {}, "'model.rope_scaling.factr' is no key"),
+    (
+        [],
+        "model: {rope_scaling: {rope_type: linear, factr: 2}}",
+        {},
+        "'model.rope_scaling.factr' is no key",
+    ),
     ([], "resume: true", {}, "'resume' is no key"),
     ([], "{1: 2}", {}, "'1' is no key"),
-    ([], "training.max_steps: 5\ntraining: {max_steps: 6}", {}, "'training.max_steps' must be nested"),
-    ([], None, {"TRAINING__MAX_STEPZ": "3"}, "environment variable LLM_COURSE_TRAINING__MAX_STEPZ: 'training.max_s"),
+    (
+        [],
+        "training.max_steps: 5\ntraining: {max_steps: 6}",
+        {},
+        "'training.max_steps' must be nested",
+    ),
+    (
+        [],
+        None,
+        {"TRAINING__MAX_STEPZ": "3"},
+        "environment variable LLM_COURSE_TRAINING__MAX_STEPZ: 'training.max_s",
+    ),
     ([], None, {"MAX_STEPS": "3"}, "do you mean 'training.max_steps'?"),
     ([], None, {"TRAINING": "{max_steps: 3}"}, "'training' is a section; set its keys one by one"),
-    ([], None, {"MODEL__ROPE_SCALING__FACTOR": "3"}, "'model.rope_scaling' is one value here; set it as a whole"),
+    (
+        [],
+        None,
+        {"MODEL__ROPE_SCALING__FACTOR": "3"},
+        "'model.rope_scaling' is one value here; set it as a whole",
+    ),
     ([], None, {"PRINT_CONFIG": "1"}, "'print_config' is no key"),
     # doubled keys
-    ([], "training: {max_steps: 1}\ndata: {}\ntraining: {batch_size: 2}", {}, "run.yaml: line 3: the key 'training' st"),
-    ([], "training:\n  seed: 1\n  max_steps: 1\n  seed: 1\n", {}, "line 4: the key 'seed' stands in line 2 already; keep one"),
-    ([], "model: {rope_scaling: {factor: 1,\n factor: 2}}", {}, "line 2: the key 'factor' stands in line 1 already"),
-    ([], "training:\n  <<: {seed: 1}\n  <<: {seed: 2}\n", {}, "line 3: the key '<<' stands in line 2 already; keep one"),
+    (
+        [],
+        "training: {max_steps: 1}\ndata: {}\ntraining: {batch_size: 2}",
+        {},
+        "run.yaml: line 3: the key 'training' st",
+    ),
+    (
+        [],
+        "training:\n  seed: 1\n  max_steps: 1\n  seed: 1\n",
+        {},
+        "line 4: the key 'seed' stands in line 2 already; keep one",
+    ),
+    (
+        [],
+        "model: {rope_scaling: {factor: 1,\n factor: 2}}",
+        {},
+        "line 2: the key 'factor' stands in line 1 already",
+    ),
+    (
+        [],
+        "training:\n  <<: {seed: 1}\n  <<: {seed: 2}\n",
+        {},
+        "line 3: the key '<<' stands in line 2 already; keep one",
+    ),
     # wrong types
-    (["--training.max_steps", "many"], None, {}, "training.max_steps=many must be a whole number or null"),
-    (["--training.max_steps", "1e3"], None, {}, "training.max_steps=1e3 must be a whole number or null"),
-    ([], "training: {max_steps: true}", {}, "training.max_steps=True must be a whole number or null"),
+    (
+        ["--training.max_steps", "many"],
+        None,
+        {},
+        "training.max_steps=many must be a whole number or null",
+    ),
+    (
+        ["--training.max_steps", "1e3"],
+        None,
+        {},
+        "training.max_steps=1e3 must be a whole number or null",
+    ),
+    (
+        [],
+        "training: {max_steps: true}",
+        {},
+        "training.max_steps=True must be a whole number or null",
+    ),
     ([], "training: {batch_size: 2.5}", {}, "training.batch_size=2.5 must be a whole number"),
     ([], "training: {batch_size: null}", {}, "training.batch_size=None must be a whole number"),
-    ([], "training: {max_steps: {a: 1}}", {}, "training.max_steps={'a': 1} must be a whole number or null"),
-    ([], "optimization: {learning_rate: fast}", {}, "optimization.learning_rate=fast must be a number"),
-    ([], "optimization: {schedule: cosin}", {}, "optimization.schedule=cosin must be cosine or linear or wsd or constant"),
+    (
+        [],
+        "training: {max_steps: {a: 1}}",
+        {},
+        "training.max_steps={'a': 1} must be a whole number or null",
+    ),
+    (
+        [],
+        "optimization: {learning_rate: fast}",
+        {},
+        "optimization.learning_rate=fast must be a number",
+    ),
+    (
+        [],
+        "optimization: {schedule: cosin}",
+        {},
+        "optimization.schedule=cosin must be cosine or linear or wsd or constant",
+    ),
     ([], "data: {corpus: no}", {}, "data.corpus=False must be a text; in quotes it is a text"),
     ([], "run_dir: 1.10", {}, "run_dir=1.1 must be a text; in quotes it is a text"),
     ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of texts or a text"),
     ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=None must be a text"),
     ([], None, {"TRAINING__COMPILE": "perhaps"}, "training.compile=perhaps must be true or false"),
-    ([], "training: {max_steps: 010}", {}, "line 1: 010 is 8 in YAML; write 8 if you mean that, or quotes for a text"),
+    (
+        [],
+        "training: {max_steps: 010}",
+        {},
+        "line 1: 010 is 8 in YAML; write 8 if you mean that, or quotes for a text",
+    ),
     ([], "training:\n  max_steps: 1:30", {}, "line 2: 1:30 is 90 in YAML"),
     ([], "optimization:\n  learning_rate: 1:30.5", {}, "line 2: 1:30.5 is 90.5 in YAML"),
     # ... whichever way they come
     ([], "training: {max_steps: '010'}", {}, "run.yaml: training.max_steps: 010 is 8 in YAML"),
     ([], "training: {max_steps: '1:30'}", {}, "run.yaml: training.max_steps: 1:30 is 90 in YAML"),
     (["--training.max_steps=010"], None, {}, "command line: training.max_steps: 010 is 8 in YAML"),
-    (["--training.max_steps", "1:30"], None, {}, "command line: training.max_steps: 1:30 is 90 in YAML"),
-    ([], None, {"OPTIMIZATION__LEARNING_RATE": "1:30.5"}, "OPTIMIZATION__LEARNING_RATE: optimization.learning_rate: 1:30.5"),
-    (["--model.rope_scaling.factor=010"], None, {}, "command line: model.rope_scaling.factor: 010 is 8"),
-    (["--model.rope_scaling={rope_type: linear, factor: 1:30}"], None, {}, "model.rope_scaling: 1:30 is 90 in YAML"),
+    (
+        ["--training.max_steps", "1:30"],
+        None,
+        {},
+        "command line: training.max_steps: 1:30 is 90 in YAML",
+    ),
+    (
+        [],
+        None,
+        {"OPTIMIZATION__LEARNING_RATE": "1:30.5"},
+        "OPTIMIZATION__LEARNING_RATE: optimization.learning_rate: 1:30.5",
+    ),
+    (
+        ["--model.rope_scaling.factor=010"],
+        None,
+        {},
+        "command line: model.rope_scaling.factor: 010 is 8",
+    ),
+    (
+        ["--model.rope_scaling={rope_type: linear, factor: 1:30}"],
+        None,
+        {},
+        "model.rope_scaling: 1:30 is 90 in YAML",
+    ),
     # doubled and unknown keys in a value with keys of its own
-    (["--model.rope_scaling", "{rope_type: linear, factor: 2, factor: 8}"], None, {}, "the key 'factor' stands in line 1"),
-    ([], None, {"MODEL__ROPE_SCALING": "{rope_type: linear, factor: 2, factor: 8}"}, "model.rope_scaling: the key 'factor'"),
-    ([], None, {"MODEL__ROPE_SCALING": "{rope_type: linear, factr: 2}"}, "'model.rope_scaling.factr' is no key"),
+    (
+        ["--model.rope_scaling", "{rope_type: linear, factor: 2, factor: 8}"],
+        None,
+        {},
+        "the key 'factor' stands in line 1",
+    ),
+    (
+        [],
+        None,
+        {"MODEL__ROPE_SCALING": "{rope_type: linear, factor: 2, factor: 8}"},
+        "model.rope_scaling: the key 'factor'",
+    ),
+    (
+        [],
+        None,
+        {"MODEL__ROPE_SCALING": "{rope_type: linear, factr: 2}"},
+        "'model.rope_scaling.factr' is no key",
+    ),
     ([], "model: {hidden_size: null}", {}, "model.hidden_size=None must be a whole number"),
-    ([], "model: {layer_types: [full]}", {}, "model.layer_types=['full'] must be a list of sliding"),
+    (
+        [],
+        "model: {layer_types: [full]}",
+        {},
+        "model.layer_types=['full'] must be a list of sliding",
+    ),
     ([], "model: {rope_scaling: {rope_type: linear}}", {}, "model.rope_scaling.factor is missing"),
-    ([], "model: {rope_scaling: {rope_type: cubic, factor: 2}}", {}, "rope_scaling.rope_type=cubic must be linear or llama3"),
-    ([], "model: {rope_scaling: {rope_type: linear, factor: null}}", {}, "model.rope_scaling.factor is missing"),
+    (
+        [],
+        "model: {rope_scaling: {rope_type: cubic, factor: 2}}",
+        {},
+        "rope_scaling.rope_type=cubic must be linear or llama3",
+    ),
+    (
+        [],
+        "model: {rope_scaling: {rope_type: linear, factor: null}}",
+        {},
+        "model.rope_scaling.factor is missing",
+    ),
     ([], None, {"MODEL__ROPE_SCALING": "{factor: 8}"}, "model.rope_scaling.rope_type is missing"),
     # impossible values and combinations, with the path also where the model's own check speaks
     ([], "model: {num_heads: 3}", {}, "model.hidden_size=256 must be a multiple of num_heads=3"),
-    ([], "model: {rope_scaling: {rope_type: linear, factor: 0.5}}", {}, "model.rope_scaling.factor=0.5 must be a finite"),
-    ([], "optimization: {learning_rate: .nan}", {}, "optimization.learning_rate=nan must be a positive finite number"),
-    (["--data.sequence_length", "300"], None, {}, "data.sequence_length=300 does not fit model.max_position_embeddings=256"),
+    (
+        [],
+        "model: {rope_scaling: {rope_type: linear, factor: 0.5}}",
+        {},
+        "model.rope_scaling.factor=0.5 must be a finite",
+    ),
+    (
+        [],
+        "optimization: {learning_rate: .nan}",
+        {},
+        "optimization.learning_rate=nan must be a positive finite number",
+    ),
+    (
+        ["--data.sequence_length", "300"],
+        None,
+        {},
+        "data.sequence_length=300 does not fit model.max_position_embeddings=256",
+    ),
     # too large, too deep
     ([], f"training:\n  batch_size: 1{'0' * 400}", {}, "run.yaml: line 2: int too large"),
-    ([f"--optimization.learning_rate=1{'0' * 400}"], None, {}, "command line: optimization.learning_rate: int too large"),
+    (
+        [f"--optimization.learning_rate=1{'0' * 400}"],
+        None,
+        {},
+        "command line: optimization.learning_rate: int too large",
+    ),
     ([], "[" * 3000, {}, "run.yaml is nested too deeply"),
-    ([f"--model.rope_scaling={'[' * 3000}"], None, {}, "command line: model.rope_scaling is nested too deeply"),
+    (
+        [f"--model.rope_scaling={'[' * 3000}"],
+        None,
+        {},
+        "command line: model.rope_scaling is nested too deeply",
+    ),
     # files that are none
     ([], "training:", {}, "run.yaml: training=None must hold keys and values of its own"),
     ([], "- 1", {}, "it must hold keys and values"),
     ([], "training: [", {}, "run.yaml: line 1: while parsing a flow node, expected"),
     ([], "a: 1\n---\nb: 2", {}, "expected a single document"),
     ([], "? [a, b]\n: 1", {}, "run.yaml: "),
-    ([], "run_dir: !!python/object/apply:os.system ['touch owned']", {}, "could not determine a constructor"),
+    (
+        [],
+        "run_dir: !!python/object/apply:os.system ['touch owned']",
+        {},
+        "could not determine a constructor",
+    ),
     (["--config", "missing.yaml"], None, {}, "--config missing.yaml: there is no such file"),
     (["--config", "."], None, {}, "--config .: there is no such file"),
     (["--config"], None, {}, "expected one argument"),
     (["--training.max_steps"], None, {}, "expected one argument"),
     (["training.max_steps=5"], None, {}, "unrecognized arguments: training.max_steps=5"),
     (["-x"], None, {}, "unrecognized arguments: -x"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

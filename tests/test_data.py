@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_course.model.decoder import DecoderModel, ModelConfig
+from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.text import token_file as token_file_module
 from llm_course.text.batches import IGNORE_INDEX, PackedDataset, SupervisedDataset
 from llm_course.text.corpus import load_corpus, split_documents

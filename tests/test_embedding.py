@@ -206,10 +206,17 @@ def hf_rotary(settings, head_dim=64, theta=10_000.0):
 
 
 HUGGING_FACE = [
-    (None, 64, 10_000.0), (None, 10, 500_000.0), (dict(rope_type="linear", factor=4.0), 64, 10_000.0), (LLAMA3, 64, 500_000.0),
-    (LLAMA3, 128, 500_000.0), (YARN, 64, 10_000.0), (YARN, 128, 1e6), (YARN | dict(attention_factor=1.5), 64, 10_000.0),
-    (YARN | dict(beta_fast=16.0, beta_slow=2.0), 64, 10_000.0), (YARN | dict(factor=32.0), 6, 150_000.0),
-]  # fmt: skip
+    (None, 64, 10_000.0),
+    (None, 10, 500_000.0),
+    (dict(rope_type="linear", factor=4.0), 64, 10_000.0),
+    (LLAMA3, 64, 500_000.0),
+    (LLAMA3, 128, 500_000.0),
+    (YARN, 64, 10_000.0),
+    (YARN, 128, 1e6),
+    (YARN | dict(attention_factor=1.5), 64, 10_000.0),
+    (YARN | dict(beta_fast=16.0, beta_slow=2.0), 64, 10_000.0),
+    (YARN | dict(factor=32.0), 6, 150_000.0),
+]
 
 
 @pytest.mark.parametrize("settings, head_dim, theta", HUGGING_FACE)

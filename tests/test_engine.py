@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from llm_course.model.decoder import ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import CheckpointConfig, Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import (

@@ -240,9 +240,10 @@ def test_gradcheck(use_glu, activation):
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(mlp, x)
     names, values = zip(*mlp.named_parameters(), strict=True)
-    by_parameters = lambda *new: torch.func.functional_call(
-        mlp, dict(zip(names, new, strict=True)), x.detach()
-    )  # noqa: E731
+
+    def by_parameters(*new):
+        return torch.func.functional_call(mlp, dict(zip(names, new, strict=True)), x.detach())
+
     assert torch.autograd.gradcheck(by_parameters, values)
     cut = lambda x: mlp(x.detach()) + 0 * x.sum()  # noqa: E731
     assert not torch.autograd.gradcheck(cut, x, raise_exception=False)  # the check can fail

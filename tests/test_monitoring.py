@@ -11,22 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm_course.hardware import cpu_multiplies_bf16
-from llm_course.model.decoder import DecoderModel, ModelConfig
+from llm_course.hardware import cpu_multiplies_bf16, matmul_flops
+from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
 from llm_course.training import monitoring
 from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
 from llm_course.training.engine import TrainingEngine
+from llm_course.training.logging import Logger
 from llm_course.training.monitoring import (
-    Logger,
     PerformanceMonitor,
     RandomTokens,
     StepCost,
     doctor_command,
     estimate_command,
     estimate_run,
-    matmul_flops,
     measure_step,
     peak_memory_bytes,
 )
@@ -146,7 +146,7 @@ def test_the_first_product_is_not_the_ceiling(clock, monkeypatch, first):
 
 
 def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
-    """Products of 1, 3 and 2 s on a device that runs ahead: to launch takes nothing, to read waits."""
+    """Products of 1, 3 and 2 s on a device that runs ahead: only reading waits."""
     seconds = iter([1.0, 1.0, 3.0, 2.0])
     product = torch.Tensor.__matmul__
     item = torch.Tensor.item

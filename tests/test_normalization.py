@@ -211,9 +211,10 @@ def test_gradcheck(norm_class):
     assert torch.autograd.gradcheck(layer, x)
     assert torch.autograd.gradgradcheck(layer, x)
     names, values = zip(*layer.named_parameters(), strict=True)
-    by_parameters = lambda *new: torch.func.functional_call(
-        layer, dict(zip(names, new, strict=True)), x.detach()
-    )  # noqa: E731
+
+    def by_parameters(*new):
+        return torch.func.functional_call(layer, dict(zip(names, new, strict=True)), x.detach())
+
     assert torch.autograd.gradcheck(by_parameters, values)
     through_float32 = lambda x: layer.float()(x.float()).double()  # noqa: E731
     # the planted mistake

@@ -16,23 +16,26 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, Li
 from torch.testing import assert_close
 
 from llm_course.hardware import computes_in_bf16
-from llm_course.model.decoder import DecoderModel, ModelConfig
+from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.text.batches import IGNORE_INDEX
 from llm_course.text.data import SyntheticDataModule
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
+from llm_course.training.optim import (
+    Muon,
+    build_optimizer,
+    build_schedule,
+    learning_rate_factor,
+    newton_schulz,
+)
 from llm_course.training.task import (
     LanguageModelingTask,
     LinearDataModule,
-    Muon,
     RegressionTask,
     StepOutput,
     TrainingTask,
     _muon_dtype,
     _stacks,
-    build_optimizer,
-    build_schedule,
-    learning_rate_factor,
-    newton_schulz,
 )
 
 TINY = ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2)

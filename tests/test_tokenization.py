@@ -51,7 +51,7 @@ tricky = st.sampled_from(
     + [" ", "  ", "\n", "\t", "\r\n"]
     + ["a", "The", " the", "1", "23", ".", "é", "e\u0301", "深層", "😀", "👍🏽"]
     + ["\x00", "\x1c", "\x85", "\u00a0", "\u2028", "\u3000", "\ufeff", "\ufffd"]
-)  # fmt: skip
+)
 any_text = st.one_of(st.text(characters), st.lists(tricky, max_size=15).map("".join))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
-from llm_course.model.decoder import ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.training import run as train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint

@@ -5,22 +5,14 @@
 # %% auto #0
 __all__ = ['LONGEST_PRODUCTS', 'ParameterCount', 'count_parameters', 'Flops', 'flops_per_token', 'check_length',
            'normalization_saved_bytes', 'attention_saved_bytes', 'mlp_saved_bytes', 'loss_saved_bytes',
-           'loss_working_bytes', 'TrainingMemory', 'training_memory', 'kv_cache_bytes', 'check_device']
+           'loss_working_bytes', 'TrainingMemory', 'training_memory', 'kv_cache_bytes']
 
 # %% ../../nbs/09e_estimate.ipynb #bed8c1f5
-import copy
-import math
-import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..checks import check_numbers, check_sizes
+from ..checks import check_sizes
 from .config import ModelConfig
 from .decoder import DecoderModel
-from ..text.batches import shift
 
 # %% ../../nbs/09e_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):
@@ -404,113 +396,3 @@ def kv_cache_bytes(config: ModelConfig, sequence_length: int, *, bytes_per_numbe
     (bytes_per_number,) = check_sizes(bytes_per_number=bytes_per_number)
     tokens = sum(min(T, config.window_of(layer) or T) for layer in range(config.num_layers))
     return 2 * K * D * bytes_per_number * tokens
-
-# %% ../../nbs/09e_estimate.ipynb #b0095cd7
-def _steps(
-    model: DecoderModel, gradients: dict[str, Tensor], *, by_columns: bool = False
-) -> dict[str, Tensor]:
-    """What a step of AdamW adds to each parameter.
-
-    `by_columns`: to each matrix, stored by columns, as a transposed one is.
-    """
-    before = {
-        name: p.detach()
-        for name, p in model.named_parameters()
-        if name in gradients and (p.ndim > 1 or not by_columns)
-    }
-    after = {name: p.mT.contiguous().mT if by_columns else p.clone() for name, p in before.items()}
-    for name, parameter in after.items():
-        # stored like its parameter
-        parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
-    # Adam's usual step divides a gradient by its own size, and would blow up noise; a large epsilon
-    # runs the same kernels. The step is large beside the rounding of a weight.
-    torch.optim.AdamW(after.values(), lr=1e3, eps=1.0, weight_decay=0.0).step()
-    layout = ", stored by columns" if by_columns else ""
-    return {f"{name}{layout}": after[name] - parameter for name, parameter in before.items()}
-
-
-def _training_step(model: DecoderModel, ids: Tensor) -> dict[str, dict[str, Tensor]]:
-    """Logits, loss, gradients and steps of AdamW, brought to the CPU in float64."""
-    batch = shift(ids)
-    logits = model(batch["input_ids"]).logits
-    out = model(**batch)
-    assert logits is not None and out.loss_sum is not None and out.num_targets is not None
-    loss = out.loss_sum / out.num_targets + out.aux_loss
-    loss.backward()
-    gradients = {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    steps = _steps(model, gradients) | _steps(model, gradients, by_columns=True)
-    groups = {"": {"logits": logits, "loss": loss}, "gradient of ": gradients, "step of ": steps}
-    return {
-        kind: {name: t.detach().cpu().double() for name, t in group.items()}
-        for kind, group in groups.items()
-    }
-
-# %% ../../nbs/09e_estimate.ipynb #32da437b
-def _differences(
-    expected: dict[str, dict[str, Tensor]], got: dict[str, dict[str, Tensor]]
-) -> dict[str, float]:
-    """The largest difference of each result, as a share of its largest number; infinity for NaN."""
-    differences: dict[str, float] = {}
-    for kind, group in expected.items():
-        # a gradient that is zero in exact arithmetic is noise alone
-        floor = 1e-3 * max(t.abs().max().item() for t in group.values())
-        for name, reference in group.items():
-            difference = (got[kind][name] - reference).abs().max().item()
-            scale = max(reference.abs().max().item(), floor, torch.finfo(torch.float32).tiny)
-            share = difference / scale if math.isfinite(difference) else math.inf
-            differences[f"{kind}{name}"] = share
-    return differences
-
-# %% ../../nbs/09e_estimate.ipynb #ef46f913
-def check_device(
-    device: torch.device | str,
-    *,
-    config: ModelConfig | None = None,
-    batch_size: int = 4,
-    sequence_length: int = 64,
-    tolerance: float = 1e-3,
-) -> dict[str, float]:
-    """Take one float32 training step on `device` and on the CPU, and compare the two.
-
-    Both start from equal weights. Returns for the logits, the loss, each gradient and each step of
-    AdamW the largest difference, divided by the largest number on the CPU: about 1e-6 for a sound
-    device, infinity for NaN. Warns (RuntimeWarning) above `tolerance`, naming the worst. AdamW
-    steps on matrices stored by rows, and again by columns. Some faults show in large shapes only:
-    give the `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with
-    fewer digits) or the like is switched on, raise `tolerance`. With experts a near tie in a router
-    may send a token elsewhere, and a sound device looks broken: then check without. The global
-    random state is left alone. Raises ValueError for sizes that aren't whole numbers of at least 1,
-    a length that `config` cannot see, or a tolerance that is not positive and finite; and PyTorch's
-    own error where there is no `device`.
-    """
-    batch_size, T = check_sizes(batch_size=batch_size, sequence_length=sequence_length)
-    check_numbers("(0, inf)", hint="1e-3 is usual", tolerance=tolerance)
-    if config is None:
-        config = ModelConfig(
-            vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, qk_norm=True
-        )
-        config = replace(config, max_position_embeddings=max(256, T))
-    config = replace(config, dropout=0.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = DecoderModel(config)
-        row = check_length(config, T) + 1
-        ids = torch.randint(config.resolved_vocab_size, (batch_size, row))
-    other = copy.deepcopy(model).to(device)
-    differences = _differences(_training_step(model, ids), _training_step(other, ids.to(device)))
-    worst = max(differences, key=lambda name: differences[name])
-    if differences[worst] > tolerance:
-        wrong = sum(difference > tolerance for difference in differences.values())
-        warnings.warn(
-            f"{device} does not compute what the CPU computes: {worst} differs by"
-            f" {differences[worst]:.1e} of its largest number (tolerance {tolerance:.0e}), and"
-            f" {wrong} of {len(differences)} results are off. Do not train on it: update PyTorch"
-            " and the driver, or choose another device",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return differences

@@ -356,19 +356,3 @@ def _cut_the_longest(
     # a longest document of about the wanted size is held out whole
     before = [text[:cut]] if cut else []
     return [*documents[:longest], *before, *documents[longest + 1 :]], [text[cut:]]
-
-# %% ../../nbs/02b_corpus.ipynb #23c3f0c2
-def __getattr__(name: str) -> Any:
-    """The names of cleaning, which have a module of their own, are still found here."""
-    if name not in {"CLEANING_STEPS", "CleaningStep", "CleaningReport", "clean_corpus"} | {
-        "exact_duplicates",
-        "keep_length",
-        "near_duplicates",
-        "normalize_nfc",
-        "remove_controls",
-        "replace_emoji",
-        "replace_urls",
-        "shingles",
-    }:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("llm_course.text.cleaning"), name)  # moved

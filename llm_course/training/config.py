@@ -16,8 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from ..model.decoder import ModelConfig
-from ..text.corpus import CLEANING_STEPS
+from ..model.config import ModelConfig
+from ..text.cleaning import CLEANING_STEPS
 
 # %% ../../nbs/12a_config.ipynb #868184f3
 def _fits(value: Any, kind: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from ..hardware import resolve_precision
+from ..hardware import matmul_flops, resolve_precision
 from ..model.decoder import DecoderModel
 from ..model.generation import stream_text
 from ..text.tokenization import BPETokenizer
@@ -33,17 +33,14 @@ from llm_course.training.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
-from llm_course.training.checkpointing import (
-    Checkpointer,
-    CheckpointManager,
-    GracefulStop,
-    load_checkpoint,
-)
+from .checkpointing import Checkpointer, CheckpointManager, load_checkpoint
 from .config import Config
 from .distributed import DistributedManager, launch
 from .engine import Callback, TrainingEngine
-from .monitoring import Logger, PerformanceMonitor, matmul_flops
+from .logging import Logger
+from .monitoring import PerformanceMonitor
 from .runtime import Runtime
+from .signals import GracefulStop
 from .sources import read_config, save_config
 from .task import LanguageModelingTask, RegressionTask, TrainingTask
 
