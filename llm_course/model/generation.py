@@ -340,12 +340,15 @@ def _tokens_seen(input_ids: Tensor, mask: Tensor, V: int) -> Tensor:
     return counts.scatter_add_(1, input_ids.long(), mask.float()) > 0
 
 # %% ../../nbs/10b_generation.ipynb #cd2c93b6
-def _new_cache(model: DecoderModel, width: int, remaining: int) -> KVCache:
-    """A cache for a prompt of `width` tokens and `remaining` new ones, or for the whole context."""
+def _begin_cache(
+    model: DecoderModel, ids: Tensor, mask: Tensor, *, keep: int, remaining: int
+) -> tuple[Tensor, Tensor, KVCache]:
+    """Rows that fit the context, their mask, and a cache for them and `remaining` new tokens."""
     config = model.config
+    context = config.max_position_embeddings
+    ids, mask = _newest(ids, mask, context, keep)
     windows = [config.window_of(layer) for layer in range(config.num_layers)]
-    length = min(config.max_position_embeddings, width + remaining)
-    return KVCache(length, windows=windows)
+    return ids, mask, KVCache(min(context, ids.shape[1] + remaining), windows=windows)
 
 
 @torch.no_grad()
@@ -360,6 +363,7 @@ def _write_tokens(
     seen: Tensor | None,
     **choice: Any,
 ) -> Generator[Tensor, None, None]:
+    """The iterator of `generate_tokens`; `choice` are options of `sample`."""
     context = model.config.max_position_embeddings
     finished = torch.zeros_like(mask[:, 0])
     cache: KVCache | None = None
@@ -367,13 +371,11 @@ def _write_tokens(
     for remaining in range(max_new_tokens, 0, -1):
         if cache is None or cache.length == context:  # a full row has context + 1 tokens by now
             keep = context if cache is None else (context + 1) // 2
-            ids, mask = _newest(ids, mask, context, keep)
-            cache = _new_cache(model, ids.shape[1], remaining)
+            ids, mask, cache = _begin_cache(model, ids, mask, keep=keep, remaining=remaining)
             feed = ids
             position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
             padded = not mask.all()
             run = getattr(model, "_orig_mod", model)  # a prompt has a new shape: not compiled
-
         visible = mask if padded else None
         # for the call only: between two tokens the model belongs to others
         with evaluating(modules):
