@@ -208,8 +208,8 @@ def test_wrong_arguments_are_refused(change, message):
         (dict(sliding_window=2.5), "sliding_window=2.5"),
         (dict(num_heads=True), "num_heads=True must be a whole number of at least 1"),
         (dict(head_dim="4"), "head_dim='4' must be a whole number of at least 1"),
-        (dict(attn_logit_softcapping=-1.0), "softcap=-1.0"),
-        (dict(attn_logit_softcapping=float("inf")), "softcap=inf"),
+        (dict(attn_logit_softcapping=-1.0), "attn_logit_softcapping=-1.0"),
+        (dict(attn_logit_softcapping=float("inf")), "attn_logit_softcapping=inf"),
         (dict(dropout=1.0), "dropout=1.0"),
     ],
 )
@@ -495,7 +495,7 @@ def test_scale_and_the_bias_of_the_last_projection_alone():
         and qwen2.v_proj.bias is not None
         and qwen2.o_proj.bias is None
     )
-    with pytest.raises(ValueError, match="scale=0"):
+    with pytest.raises(ValueError, match="attention_scale=0"):
         MultiHeadAttention(16, 4, attention_scale=0.0)
 
 

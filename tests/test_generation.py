@@ -520,7 +520,7 @@ def test_nothing_is_asked_for():
         ([[1, 2]], dict(attention_mask=torch.tensor([[1, 0]])), "padding stands on the left"),
         ([[1, 2, 3]], dict(attention_mask=torch.tensor([[1, 0, 1]])), "padding stands on the left"),
         ([[1, 2]], dict(attention_mask=torch.tensor([[0, 0]])), "padding stands on the left"),
-        ([[1, 2]], dict(attention_mask=torch.tensor([[1]])), "expected that of input_ids"),
+        ([[1, 2]], dict(attention_mask=torch.tensor([[1]])), "the shape of input_ids"),
         ([[1, 2]], dict(attention_mask=torch.tensor([[-math.inf, 0.0]])), "bool or integers"),
     ],
 )

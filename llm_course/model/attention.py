@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_sizes
+from ..checks import check_shape, check_sizes
 from .embedding import apply_rotary
 from .kernels.attention import fastest_attention
 from .linear import Linear
@@ -56,8 +56,7 @@ def padding_mask(attention_mask: Tensor) -> Tensor:
 
     Raises ValueError for another number of dimensions.
     """
-    if attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, expected (B, S)")
+    check_shape("attention_mask", attention_mask, (None, None), "(B, S)")
     return attention_mask.bool()[:, None, None, :]  # the same for all heads and queries
 
 
@@ -68,8 +67,7 @@ def document_mask(document_ids: Tensor) -> Tensor:
     It is symmetric; join it with the causal rule by `&`. Raises ValueError for another number of
     dimensions.
     """
-    if document_ids.ndim != 2:
-        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}, expected (B, T)")
+    check_shape("document_ids", document_ids, (None, None), "(B, T)")
     return (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, T, T)
 
 # %% ../../nbs/05a_attention.ipynb #833a2d90
@@ -115,16 +113,27 @@ def _check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
         )
 
 
-def _check_options(softcap: float | None, scale: float | None, dropout: float = 0.0) -> None:
-    """ValueError where an option is out of its range."""
-    if softcap is not None and not 0 < softcap < 1e38:  # what float32 holds
-        raise ValueError(
-            f"softcap={softcap} must be positive and finite, also in float32, or None for no cap"
-        )
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(
-            f"scale={scale} must be positive and finite, or None for 1 / sqrt(head_dim)"
-        )
+# plain comparisons: torch.compile traces them where a model calls the functions below
+def _check_scale(**scale: float | None) -> None:
+    """ValueError where a factor of the scores is not positive and finite; None is the default."""
+    for name, value in scale.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}={value} must be positive and finite, or None for 1 / sqrt(head_dim)"
+            )
+
+
+def _check_softcap(**softcap: float | None) -> None:
+    """ValueError where a cap is not positive and finite; None means no cap."""
+    for name, value in softcap.items():
+        if value is not None and not 0 < value < 1e38:  # what float32 holds
+            raise ValueError(
+                f"{name}={value} must be positive and finite, also in float32, or None for no cap"
+            )
+
+
+def _check_dropout(dropout: float) -> None:
+    """ValueError where `dropout` is no probability below 1."""
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
@@ -182,7 +191,8 @@ def attention_weights(
     Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.
     """
     _check_attention(q, k, k, mask)
-    _check_options(softcap, scale)
+    _check_scale(scale=scale)
+    _check_softcap(softcap=softcap)
     return _weights(
         q, k, _visible(q.shape[2], k.shape[2], mask, is_causal, q.device), scale, softcap
     )
@@ -214,7 +224,9 @@ def scaled_dot_product_attention(
     (softcap).
     """
     _check_attention(q, k, v, mask)
-    _check_options(softcap, scale, dropout)
+    _check_scale(scale=scale)
+    _check_softcap(softcap=softcap)
+    _check_dropout(dropout)
     return _attend(q, k, v, mask, is_causal, scale=scale, softcap=softcap, dropout=dropout)
 
 
@@ -416,7 +428,9 @@ class MultiHeadAttention(HeadProjections):
         super().__init__(hidden_size, num_heads, **head_options)
         if sliding_window is not None:
             (sliding_window,) = check_sizes(sliding_window=sliding_window)
-        _check_options(attn_logit_softcapping, attention_scale, dropout)
+        _check_scale(attention_scale=attention_scale)
+        _check_softcap(attn_logit_softcapping=attn_logit_softcapping)
+        _check_dropout(dropout)
         self.attention_scale = attention_scale
         self.attn_logit_softcapping = attn_logit_softcapping
         self.sliding_window = sliding_window

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from ..checks import check_sizes
 from .cache import KVCache
 from .decoder import DecoderModel
 from .generation import Filters, evaluating, token_probabilities
@@ -24,22 +25,21 @@ def accept_drafts(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Turn `drafts` (n,), drawn from q = `draft_probabilities` (n, V), into tokens drawn from p =
-    `probabilities` (n + 1, V).
+    """Turn tokens drawn from a draft model's distributions into tokens drawn from the model's.
 
-    Returns the drafts up to the first that is refused and one token more, int64 (1 to n + 1,). A
-    draft x is kept with probability min(1, p(x) / q(x)); in place of a refused one comes a draw
-    from max(0, p - q), and after n kept ones a draw from the last p. ValueError for other shapes.
-    Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
+    `drafts` (n,) come from q = `draft_probabilities` (n, V), the result follows p =
+    `probabilities` (n + 1, V). Returns the drafts up to the first that is refused and one token
+    more, int64 (1 to n + 1,). A draft x is kept with probability min(1, p(x) / q(x)); a refused one
+    is replaced by a draw from max(0, p - q), and after n kept ones comes a draw from the last p.
+    ValueError for other shapes. Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
     """
     n = drafts.numel()
     V = probabilities.shape[-1]
-    found = tuple(drafts.shape), tuple(draft_probabilities.shape), tuple(probabilities.shape)
-    if found != ((n,), (n, V), (n + 1, V)):
+    shapes = [tuple(t.shape) for t in (drafts, draft_probabilities, probabilities)]
+    if shapes != [(n,), (n, V), (n + 1, V)]:
         raise ValueError(
-            "drafts, q and p have shapes {}, {} and {}, expected (n,), (n, V) and (n + 1, V)".format(
-                *found
-            )
+            f"drafts, q and p have shapes {shapes[0]}, {shapes[1]} and {shapes[2]}, expected (n,),"
+            " (n, V) and (n + 1, V)"
         )
     places = torch.arange(n, device=drafts.device)
     p = probabilities[places, drafts]  # (n,)
@@ -55,7 +55,7 @@ def accept_drafts(
 def _read(
     model: DecoderModel, cache: KVCache, ids: Tensor, n: int, options: dict[str, Any]
 ) -> Tensor:
-    """What `model` expects after each of the last n places of `ids` (1, T): probabilities (n, V)."""
+    """Probabilities (n, V) that `model` gives after each of the last n tokens of `ids` (1, T)."""
     position_ids = torch.arange(cache.length, ids.shape[1], device=ids.device)
     with evaluating(model.modules()):
         out = model(
@@ -90,6 +90,21 @@ def _write_with_drafts(
         yield new
 
 # %% ../../nbs/10c_speculative.ipynb #fa406499
+def _check_models(model: DecoderModel, draft_model: DecoderModel, end: int) -> None:
+    """ValueError where the models have two vocabularies, or `end` tokens exceed a context."""
+    if draft_model.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"vocab_size={draft_model.config.vocab_size} and {model.config.vocab_size}: they must"
+            " be equal"
+        )
+    context = min(each.config.max_position_embeddings for each in (model, draft_model))
+    if end > context:
+        raise ValueError(
+            f"prompt and max_new_tokens make {end} tokens, more than"
+            f" max_position_embeddings={context}"
+        )
+
+
 def generate_speculatively(
     model: DecoderModel,
     draft_model: DecoderModel,
@@ -101,37 +116,24 @@ def generate_speculatively(
     generator: torch.Generator | None = None,
     **filters: Unpack[Filters],
 ) -> Iterator[Tensor]:
-    """Continue one prompt (1, T): yields, for each call of `model`, the 1 to `num_drafts` + 1 new
-    tokens, int64 (n,).
+    """Continue one prompt (1, T): yields the new tokens of each call of `model`, int64 (n,).
 
-    Together they are `max_new_tokens` (no token stops it), and distributed as `model` alone would
-    write them; greedy, they are the same, unless two logits are equal up to rounding. Options as in
-    `token_probabilities`, without a repetition penalty. Both models are in evaluation mode in their
-    own calls only. ValueError for more than one prompt, two vocabularies, a text that does not fit
-    both contexts, and options out of their range.
+    Each call gives 1 to `num_drafts` + 1 of them. Together they are `max_new_tokens` (no token
+    stops it), and distributed as `model` alone would write them; greedy, they are the same, unless
+    two logits are equal up to rounding. Options as in `token_probabilities`, without a repetition
+    penalty. Both models are in evaluation mode in their own calls only. ValueError for more than
+    one prompt, two vocabularies, a text that does not fit both contexts, and options out of their
+    range.
     """
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)}, expected (1, T): each prompt accepts"
             " its own drafts"
         )
-    if num_drafts < 1 or max_new_tokens < 0:
-        raise ValueError(
-            f"num_drafts={num_drafts} must be at least 1 and max_new_tokens={max_new_tokens} not"
-            " negative"
-        )
-    if draft_model.config.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"vocab_size={draft_model.config.vocab_size} and {model.config.vocab_size}: they must"
-            " be equal"
-        )
+    check_sizes(num_drafts=num_drafts)
+    check_sizes(0, max_new_tokens=max_new_tokens)
     end = input_ids.shape[1] + max_new_tokens
-    context = min(each.config.max_position_embeddings for each in (model, draft_model))
-    if end > context:
-        raise ValueError(
-            f"prompt and max_new_tokens make {end} tokens, more than"
-            f" max_position_embeddings={context}"
-        )
+    _check_models(model, draft_model, end)
     if (penalty := filters.get("repetition_penalty", 1.0)) != 1.0:
         raise ValueError(
             f"repetition_penalty={penalty} does not go with drafts: what was seen changes with each"
