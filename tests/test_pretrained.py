@@ -47,9 +47,17 @@ transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 SIZES = dict(
-    vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
 LLAMA3 = dict(
     rope_type="llama3",
     factor=8.0,
@@ -70,33 +78,67 @@ GEMMA = dict(
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-wide-untied": (
-        "gpt2", dict(n_inner=44, tie_word_embeddings=False, activation_function="relu", layer_norm_epsilon=1e-3),
+        "gpt2",
+        dict(
+            n_inner=44,
+            tie_word_embeddings=False,
+            activation_function="relu",
+            layer_norm_epsilon=1e-3,
+        ),
     ),
     "llama": ("llama", {}),
-    "llama-one-kv-head-tied": ("llama", dict(num_key_value_heads=1, tie_word_embeddings=True, head_dim=10, rms_norm_eps=1e-3)),
+    "llama-one-kv-head-tied": (
+        "llama",
+        dict(num_key_value_heads=1, tie_word_embeddings=True, head_dim=10, rms_norm_eps=1e-3),
+    ),
     "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4)),
     "llama-3": ("llama", dict(rope_parameters=LLAMA3)),
-    "llama-linear": ("llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
-    "llama-yarn": ("llama", dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, beta_slow=2.0))),
+    "llama-linear": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4)),
+    ),
+    "llama-yarn": (
+        "llama",
+        dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, beta_slow=2.0)),
+    ),
     "mistral": ("mistral", dict(sliding_window=8)),
     "mistral-no-window": ("mistral", dict(sliding_window=None)),
     "mixtral": ("mixtral", dict(num_local_experts=4)),
-    "mixtral-window-three-of-five": ("mixtral", dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=8)),
+    "mixtral-window-three-of-five": (
+        "mixtral",
+        dict(num_local_experts=5, num_experts_per_tok=3, sliding_window=8),
+    ),
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen2-yarn": ("qwen2", dict(rope_parameters=YARN)),
     "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=True)),
     "qwen3-bias-window": (
-        "qwen3", dict(head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=8, max_window_layers=2),
+        "qwen3",
+        dict(
+            head_dim=16,
+            attention_bias=True,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=2,
+        ),
     ),
     "qwen3-moe": ("qwen3_moe", MOE | dict(head_dim=16, norm_topk_prob=True)),
-    "qwen3-moe-shares-window": ("qwen3_moe", MOE | dict(norm_topk_prob=False, use_sliding_window=True, sliding_window=8)),
+    "qwen3-moe-shares-window": (
+        "qwen3_moe",
+        MOE | dict(norm_topk_prob=False, use_sliding_window=True, sliding_window=8),
+    ),
     "gemma2": ("gemma2", GEMMA),
     "gemma2-no-caps-untied": (
         "gemma2",
-        GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False, attention_bias=True),
+        GEMMA
+        | dict(
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            tie_word_embeddings=False,
+            attention_bias=True,
+        ),
     ),
-}  # fmt: skip
+}
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -136,7 +178,7 @@ def difference(ours, theirs, ids=IDS):
 
 
 def rewrite(folder, target, weights=lambda state: state, **config):
-    """A copy of a folder with other weights, and other keys in config.json (... takes a key out)."""
+    """A copy of a folder with other weights and keys in config.json (... takes a key out)."""
     target.mkdir()
     described = json.loads((folder / "config.json").read_text()) | config
     (target / "config.json").write_text(
@@ -388,7 +430,7 @@ def test_values_about_windows():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_each_absent_key_means(name):
-    """A file with the keys that have no default, and the same with all that transformers fills in."""
+    """A file with the keys that have no default, and the same with all keys filled in."""
     theirs = AutoConfig.for_model(name).to_dict()
     asked = [
         next(n for n in key.name.split("|") if n in theirs)
@@ -1098,7 +1140,9 @@ def test_wrong_things_are_not_saved(tmp_path):
         ):
             save_pretrained(broken, tmp_path / "x")
     for size in (0, -5, True, float("nan"), 1e9, "5GB", None):
-        with pytest.raises(ValueError, match="max_shard_size=.* must be a number of bytes"):
+        with pytest.raises(
+            ValueError, match="max_shard_size=.* must be a whole number of at least 1"
+        ):
             save_pretrained(tiny(), tmp_path / "x", max_shard_size=size)
     with pytest.raises(ValueError, match="expected a DecoderModel"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "x")
