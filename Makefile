@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help init train test lint lab export exercises bench bench-full clean
+.PHONY: help init train test lint format lab export exercises bench bench-full clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +20,9 @@ test: $(VENV)/.dev  ## Prove the whole course: export, lint, types, every notebo
 
 lint: $(VENV)/.dev  ## Check style and types alone
 	$(BIN)/python scripts/check.py lint types
+
+format: $(VENV)/.dev  ## Lay out notebooks and code
+	$(BIN)/ruff format nbs tests scripts benchmarks conftest.py
 
 lab: $(VENV)/.dev  ## Open the course in JupyterLab
 	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/nbs/index.ipynb

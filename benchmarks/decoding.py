@@ -65,7 +65,7 @@ def rows(*, full: bool) -> Iterator[Row]:
 
 @torch.no_grad()
 def assert_greedy(model: DecoderModel, ids: torch.Tensor) -> None:
-    """Each new token is the best one of `model`, which is float32 and not compiled, up to rounding."""
+    """Each new token is the best one of `model`, in plain float32, up to rounding."""
     logits = model(ids).logits[:, PROMPT - 1 : -1]
     chosen = logits.gather(-1, ids[:, PROMPT:, None]).squeeze(-1)
     assert (logits.amax(dim=-1) - chosen).max() < 0.05

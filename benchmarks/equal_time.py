@@ -42,14 +42,25 @@ def rates(batch: int, learning_rate: str) -> dict[str, str]:
 
 # Warmup is counted in thousandths of the time.
 PLAIN = {
-    "model.position_type": "learned", "model.use_glu": "false", "model.norm_type": "layernorm", "model.attention_bias": "true",
-    "model.mlp_bias": "true", "training.precision": "fp32", "optimization.optimizer": "adamw",
-    "optimization.schedule": "cosine", "optimization.warmup_steps": "50",
-}  # fmt: skip
+    "model.position_type": "learned",
+    "model.use_glu": "false",
+    "model.norm_type": "layernorm",
+    "model.attention_bias": "true",
+    "model.mlp_bias": "true",
+    "training.precision": "fp32",
+    "optimization.optimizer": "adamw",
+    "optimization.schedule": "cosine",
+    "optimization.warmup_steps": "50",
+}
 ARCHITECTURE = {
-    "model.position_type": "rope", "model.use_glu": "true", "model.norm_type": "rmsnorm", "model.attention_bias": "false",
-    "model.mlp_bias": "false", "model.qk_norm": "true", "model.num_kv_heads": "2",
-}  # fmt: skip
+    "model.position_type": "rope",
+    "model.use_glu": "true",
+    "model.norm_type": "rmsnorm",
+    "model.attention_bias": "false",
+    "model.mlp_bias": "false",
+    "model.qk_norm": "true",
+    "model.num_kv_heads": "2",
+}
 SCHEDULE = {"optimization.schedule": "linear", "optimization.min_lr_ratio": "0"}
 MUON = {"optimization.optimizer": "muon"}
 PRECISION = {"training.precision": "auto"}

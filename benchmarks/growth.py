@@ -36,9 +36,13 @@ BASE = ModelConfig(
 B = 8
 T = 128
 SIZES = {
-    "length T": [32, 128, 512, 2048], "batch B": [2, 4, 8, 16, 32], "layers": [1, 2, 4, 8, 16],
-    "width C": [64, 128, 256, 512, 1024], "experts E": [2, 4, 8, 16, 32], "vocabulary V": [512, 2048, 8192, 32768],
-}  # fmt: skip
+    "length T": [32, 128, 512, 2048],
+    "batch B": [2, 4, 8, 16, 32],
+    "layers": [1, 2, 4, 8, 16],
+    "width C": [64, 128, 256, 512, 1024],
+    "experts E": [2, 4, 8, 16, 32],
+    "vocabulary V": [512, 2048, 8192, 32768],
+}
 
 
 def setting(kind: str, size: int) -> tuple[ModelConfig, int, int]:
@@ -95,7 +99,7 @@ def without_cache(model: DecoderModel, prompt: Tensor, tokens: int) -> None:
 
 
 def decoding(*, full: bool) -> dict[str, tuple[list[int], list[float], list[float]]]:
-    """For both ways of writing: lengths of the text, seconds of one more token, and its operations."""
+    """For both ways of decoding: lengths, seconds of one more token, and its operations."""
     model = ours(BASE).eval()
     lengths = [64, 256, 1024, 1984]
     found = {}

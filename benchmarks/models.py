@@ -1,4 +1,4 @@
-"""The two shapes that everything is measured with, and Hugging Face's model with the same weights."""
+"""The two shapes that everything is measured with, and the peer: Hugging Face with our weights."""
 
 import os
 import tempfile
@@ -22,9 +22,14 @@ SMALL = ModelConfig(
     tie_word_embeddings=False,
 )
 TINY = ModelConfig(
-    vocab_size=65, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=352, max_position_embeddings=64,
+    vocab_size=65,
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    intermediate_size=352,
+    max_position_embeddings=64,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 BATCH = {"small": (16, 256), "tiny": (12, 64)}  # (B, T)
 SHAPES = {"small": SMALL, "tiny": TINY}
 

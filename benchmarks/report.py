@@ -8,9 +8,10 @@ FOLDER = Path(__file__).parent
 VERSIONS = ("python", "torch", "transformers", "litgpt", "tokenizers")
 INTRODUCTION = """# Results
 
-Each figure is a ratio against a peer that was measured in the same run, in turns; the median of several. More is better: 1.20
-means that the peer takes 1.2 times as long, or needs 1.2 times the memory. `make bench` writes this file. A goal is met where
-the ratio reaches it; where none was set for this kind of machine, none is shown.
+Each figure is a ratio against a peer that took turns with ours in the same run, and the median of
+several. More is better: 1.20 means that the peer takes 1.2 times as long, or needs 1.2 times the
+memory. `make bench` writes this file. A goal is met where the ratio reaches it; where none was set
+for this kind of machine, none is shown.
 """
 
 

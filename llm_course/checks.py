@@ -8,7 +8,6 @@ __all__ = ['check_sizes', 'in_range', 'range_in_words', 'check_numbers', 'check_
 
 # %% ../nbs/00b_checks.ipynb #9a1b91d8
 import dataclasses
-import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache

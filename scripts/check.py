@@ -71,7 +71,8 @@ STAGES = [
             ["ruff", "format", "--check", *SOURCES],
             ["ruff", "check", "llm_course", *SOURCES],
         ],
-        "Mend it where it is written: for llm_course/ that is the notebook named in the file's"
+        "`make format` lays it out. Mend the rest where it is written: for llm_course/ that is the"
+        " notebook named in the file's"
         " first lines; then `make export`.",
     ),
     Stage("types", [["mypy"]], "Mend the signature in the chapter's notebook, then `make export`."),

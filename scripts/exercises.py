@@ -44,7 +44,8 @@ SETTINGS = """c = get_config()
 c.CourseDirectory.course_id = "llm_course"
 c.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
 c.Execute.timeout = 120  # seconds for a cell
-c.Execute.extra_arguments = ["--IPKernelApp.log_level=ERROR"]  # no warning for each student that the kernel talks over TCP
+# no warning for each student that the kernel talks over TCP
+c.Execute.extra_arguments = ["--IPKernelApp.log_level=ERROR"]
 """
 
 # nbgrader calls `alembic` by its bare name

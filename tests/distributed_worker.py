@@ -17,9 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from llm_course.model.decoder import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import Config, DistributedConfig, OptimizationConfig, TrainingConfig
-from llm_course.training.devices import Runtime
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.runtime import Runtime
 from llm_course.training.task import LanguageModelingTask
 
 MODEL = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_position_embeddings=256)

@@ -99,7 +99,7 @@ def cuts(node: ast.AST) -> str | None:
 
 
 def is_sliced_labels(node: ast.AST) -> bool:
-    """labels[..., 1:], batch["labels"][:, 1:], self.labels[a:b] and the like; also a rolled tensor."""
+    """Whether it is labels[..., 1:], batch["labels"][:, 1:], self.labels[a:b], or rolled."""
     if isinstance(node, ast.Call):
         return ast.unparse(node.func).split(".")[-1] == "roll"
     slices = isinstance(node, ast.Subscript) and any(

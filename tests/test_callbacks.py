@@ -1,4 +1,4 @@
-"""Callbacks see what happened, in order, once; their state is saved; and what they refuse they say."""
+"""Callbacks see what happened, in order, once; their state is saved; they say what they refuse."""
 
 import copy
 import json
@@ -18,7 +18,6 @@ from llm_course.model.decoder import ModelConfig
 from llm_course.text.data import SyntheticDataModule
 from llm_course.training.callbacks import (
     EarlyStopping,
-    LearningRateCurve,
     LossPlot,
     LRSchedulerCallback,
     MetricsLogger,
@@ -26,12 +25,12 @@ from llm_course.training.callbacks import (
     SampleWriter,
     TensorBoardLogger,
     WandbLogger,
-    find_learning_rate,
     plot_losses,
     read_metrics,
 )
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.lr_finder import LearningRateCurve, find_learning_rate, trial
 from llm_course.training.task import LanguageModelingTask, RegressionTask
 
 
@@ -172,10 +171,15 @@ def test_early_stopping_counts_upwards_where_more_is_better():
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(patience=0), dict(patience=1, mode="least"), dict(patience=1, min_delta=-1.0)]
+    "settings, message",
+    [
+        (dict(patience=0), "patience=0 must be a whole number of at least 1"),
+        (dict(patience=1, mode="least"), "mode='least' is unknown: choose one of 'min', 'max'"),
+        (dict(patience=1, min_delta=-1.0), "min_delta=-1.0 must be finite and not negative"),
+    ],
 )
-def test_early_stopping_refuses_nonsense(settings):
-    with pytest.raises(ValueError, match="must be at least 1"):
+def test_early_stopping_refuses_nonsense(settings, message):
+    with pytest.raises(ValueError, match=message):
         EarlyStopping(**settings)
 
 
@@ -196,9 +200,9 @@ def test_the_learning_rate_falls_on_a_plateau_and_stays_low_after_a_resume():
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4) and lower.scale == 0.25
     resumed = build(LRSchedulerCallback(factor=0.5, patience=1))
     resumed.setup(engine.state_dict())
-    resumed._call("on_train_start")
+    resumed.callbacks.call("on_train_start", resumed)
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
-    with pytest.raises(ValueError, match=r"factor=2 must lie in \(0, 1\)"):
+    with pytest.raises(ValueError, match="factor=2 must be above 0 and below 1"):
         LRSchedulerCallback(factor=2)
 
 
@@ -311,7 +315,7 @@ def test_a_metric_may_be_a_tensor_of_one_number(tmp_path):
     [lambda f: MetricsLogger(f, log_interval=0), lambda f: SampleWriter(f, interval=0, sample=str)],
 )
 def test_an_interval_of_nothing_is_refused(build, tmp_path):
-    with pytest.raises(ValueError, match="interval=0 must be at least 1"):
+    with pytest.raises(ValueError, match="interval=0 must be a whole number of at least 1"):
         build(tmp_path)
 
 
@@ -321,7 +325,7 @@ def test_the_plot_names_a_unit_for_text_only(tmp_path):
         row = {"step": 5, "loss": 2.0, "val_loss": 3.0} | more
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         with patch(
-            "llm_course.training.callbacks._draw",
+            "llm_course.training.callbacks.draw_lines",
             lambda *a, **labels: titles.append(labels["title"]),
         ):
             plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
@@ -398,7 +402,7 @@ def test_the_lowered_rates_are_those_of_reduce_lr_on_plateau():
         oracle.step(value)
         assert rate == pytest.approx(optimizer.param_groups[0]["lr"])
     assert rates.rows[-1][1] < 0.05
-    engine._call("on_train_start")  # again: nothing is multiplied twice
+    engine.callbacks.call("on_train_start", engine)  # again: nothing is multiplied twice
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(rates.rows[-1][1])
     with pytest.raises(ValueError, match="metric='accuracy' is not measured; there are val_loss"):
         make_engine(LRSchedulerCallback(metric="accuracy")).run()
@@ -433,9 +437,9 @@ def test_what_is_before_a_checkpoint_is_in_the_event_file(tmp_path, monkeypatch)
         MetricsLogger(tmp_path, log_interval=1), TensorBoardLogger(tmp_path / "tb")
     )
     engine.setup()
-    engine._call("on_train_start")
+    engine.callbacks.call("on_train_start", engine)
     engine.state.step = 1
-    engine._call("on_step_end", {"loss_sum": 2.0, "num_targets": 1})
+    engine.callbacks.call("on_step_end", engine, {"loss_sum": 2.0, "num_targets": 1})
     writer = engine.callbacks[1]._writer
     assert writer is not None
     # the writer's own thread may flush at any time as well
@@ -444,7 +448,7 @@ def test_what_is_before_a_checkpoint_is_in_the_event_file(tmp_path, monkeypatch)
     monkeypatch.setattr(writer, "flush", lambda: (flush(), flushes.append("by the callback")))
     engine.state_dict()  # as a kill -9 right after the save would leave it
     assert flushes == ["by the callback"] and events(tmp_path / "tb")["loss"] == [1]
-    engine._call("on_exception", RuntimeError())
+    engine.callbacks.call_on_exception(engine, RuntimeError())
 
 
 class Noisy(RegressionTask):
@@ -645,21 +649,44 @@ def test_a_curve_suggests_only_what_it_has_seen(tmp_path):
     assert (tmp_path / "rates.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_range_test_refuses_nonsense_and_several_processes():
-    for wrong in (
-        dict(lowest=0.0),
-        dict(lowest=1.0, highest=0.5),
-        dict(num_steps=1),
-        dict(smoothing=1.0),
-    ):
-        with pytest.raises(ValueError, match="are needed"):
-            find_learning_rate(make_engine(), **wrong)
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(lowest=0.0), "lowest=0.0 must be positive and finite"),
+        (dict(lowest=1.0, highest=0.5), "highest=0.5 must be finite and above 1.0"),
+        (dict(num_steps=1), "num_steps=1 must be a whole number of at least 2"),
+        (dict(smoothing=1.0), "smoothing=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_a_range_test_refuses_nonsense(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        find_learning_rate(make_engine(), **wrong)
+
+
+def test_a_range_test_refuses_several_processes():
     engine = make_engine()
     engine.runtime = types.SimpleNamespace(world_size=2)
     with pytest.raises(
         ValueError, match="search in one process, with gradient_accumulation_steps times as many"
     ):
         find_learning_rate(engine)
+
+
+def test_a_trial_leaves_no_trace_even_where_it_fails():
+    """A loop of one's own around the engine's step, which breaks off in the middle of one."""
+    engine = noisy_engine(task=Noisy)
+    engine.setup()
+    before = copy.deepcopy(engine.state_dict())
+    batches = list(engine.data.train_dataloader(epoch=0))
+    with pytest.raises(KeyboardInterrupt), trial(engine):
+        engine.train_model.train()
+        for batch in batches[:3]:
+            engine.optimizer_step([batch])
+        assert engine.state.step == 3 and not same(engine.state_dict(), before)
+        engine.in_step = True
+        raise KeyboardInterrupt
+    assert same(engine.state_dict(), before) and not engine.in_step
+    assert engine.run() == noisy_engine(task=Noisy).run()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

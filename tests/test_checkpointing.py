@@ -790,7 +790,7 @@ def test_case_12_plain_and_compiled_load_each_other(tmp_path, monkeypatch):
         ours = manager_of(tmp_path / str(first))
         half = make_engine(None, Checkpointer(ours, save_interval=99), max_steps=2, compile=first)
         half.run()
-        assert hasattr(half._train_model, "_orig_mod") is first
+        assert hasattr(half.train_model, "_orig_mod") is first
         keys = (
             load_file(ours.latest() / "model.safetensors").keys()
             | load_checkpoint(ours.latest())["model"].keys()

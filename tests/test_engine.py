@@ -23,7 +23,19 @@ from torch.utils.data import DataLoader
 from llm_course.model.decoder import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import CheckpointConfig, Config, OptimizationConfig, TrainingConfig
-from llm_course.training.engine import Callback, TrainingEngine, planned_steps
+from llm_course.training.engine import (
+    Callback,
+    CallbackList,
+    Epoch,
+    MixedPrecision,
+    StepEngine,
+    TrainingEngine,
+    TrainState,
+    group_micro_batches,
+    mean_loss,
+    planned_steps,
+)
+from llm_course.training.runtime import Runtime
 from llm_course.training.task import LanguageModelingTask, RegressionTask, StepOutput, TrainingTask
 
 NO_LIMIT = 1e9
@@ -326,9 +338,76 @@ def test_reads_numbers_once_a_step_after_the_last_backward(accumulation):
     engine.setup()
     window = list(engine.data.train_dataloader(epoch=0))[:accumulation]
     with Waits() as waits:
-        engine._optimizer_step(window)
+        engine.optimizer_step(window)
     # loss, targets and norm, one after the other
     assert waits.calls == ["backward"] * accumulation + ["read"] * 3
+
+
+# ---------------------------------------------------------------- a loop of one's own
+
+
+def test_steps_in_a_loop_of_ones_own_are_those_of_the_engine():
+    """The public parts alone make a run, bit for bit; nothing but the hooks is missing."""
+    engine = make(Noisy, gradient_accumulation_steps=4, max_epochs=3)
+    engine.run()
+    steps = StepEngine(engine.config, Noisy(engine.config), Points(4))
+    steps.setup()
+    steps.train_model.train()
+    for epoch in range(3):
+        for window in group_micro_batches(steps.data.train_dataloader(epoch=epoch), 4):
+            steps.optimizer_step(window)
+    assert steps.state.step == engine.state.step == 6
+    assert same(steps.model.state_dict(), engine.model.state_dict())
+    assert same(steps.task.gradients, engine.task.gradients)
+    assert same(steps.optimizer.state_dict(), engine.optimizer.state_dict())
+
+
+@given(st.integers(0, 30), st.integers(1, 7))
+def test_groups_keep_every_batch_in_order(number, size):
+    groups = list(group_micro_batches(range(number), size))
+    assert [batch for group in groups for batch in group] == list(range(number))
+    assert all(len(group) == size for group in groups[:-1])
+    assert len(groups) == math.ceil(number / size)
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_an_epoch_goes_on_from_any_position(position):
+    data = Points(4)
+    data.setup()
+    whole = [
+        batch for window, _ in Epoch(data, TrainState(epoch=2), Runtime(), 4) for batch in window
+    ]
+    begin = TrainState(epoch=2, batch=position)
+    rest = [batch for window, _ in Epoch(data, begin, Runtime(), 4) for batch in window]
+    assert same(rest, whole[position:])
+
+
+def test_an_epoch_without_a_batch_left_is_refused():
+    data = Points(4)
+    data.setup()
+    with pytest.raises(ValueError, match="epoch 1 has no batch 6, where it is to begin"):
+        Epoch(data, TrainState(epoch=1, batch=6), Runtime(), 4)
+
+
+def test_a_mean_loss_is_sum_over_sum():
+    outputs = [StepOutput(torch.tensor(2.0), torch.tensor(2)), StepOutput(torch.tensor(4.0), 1)]
+    assert mean_loss(outputs, runtime=Runtime(), device=torch.device("cpu")) == 2.0
+    with pytest.raises(ValueError, match="the validation data has no target"):
+        mean_loss([], runtime=Runtime(), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_only_fp16_has_a_scale_and_may_overflow(precision):
+    mixed = MixedPrecision(precision, torch.device("cpu"))
+    half = precision == "fp16"
+    assert mixed.scaler.is_enabled() is half
+    assert [mixed.overflowed(norm) for norm in (1.0, math.inf, math.nan)] == [False, half, half]
+    if half:
+        mixed.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-24)
+        assert not mixed.overflowed(math.nan)  # the scale has come down far enough
+    with mixed.autocast():
+        assert torch.is_autocast_enabled("cpu") is (precision != "fp32")
+        assert not torch.is_autocast_cache_enabled() or precision == "fp32"
 
 
 # ---------------------------------------------------------------- half precision
@@ -511,7 +590,7 @@ def test_data_without_batches_or_validation_targets():
 def test_validation_does_not_depend_on_the_batches(batch_size):
     engine = make(batch_size=batch_size, max_steps=1)
     engine.setup()
-    result = engine._run_validation_epoch()["val_loss"]
+    result = engine.validate()["val_loss"]
     rows = engine.data.val_dataset.columns
     with torch.no_grad():
         wanted = nn.functional.mse_loss(
@@ -606,7 +685,7 @@ def test_a_run_in_epochs_needs_to_know_the_rows():
     assert (engine.state.epoch, engine.state.batch) == (1, 2)
 
 
-# ---------------------------------------------------------------- tasks and callbacks that misbehave
+# ---------------------------------------------------------------- tasks and callbacks at fault
 
 
 @pytest.mark.parametrize(
@@ -617,19 +696,19 @@ def test_a_run_in_epochs_needs_to_know_the_rows():
         (lambda loss, count: None, "this is NoneType"),
         (
             lambda loss, count: StepOutput(loss * torch.ones(2), count),
-            "loss_sum is to be one number",
+            "loss_sum must be a scalar tensor",
         ),
-        (lambda loss, count: StepOutput(loss.item(), count), "loss_sum is to be one number"),
+        (lambda loss, count: StepOutput(loss.item(), count), "loss_sum must be a scalar tensor"),
         (lambda loss, count: StepOutput(loss.detach(), count), "loss_sum has no gradient"),
         (
             lambda loss, count: StepOutput(loss, count.float()),
-            "num_targets is to be one whole number",
+            "num_targets must be one whole number",
         ),
         (
             lambda loss, count: StepOutput(loss, count.repeat(2)),
-            "num_targets is to be one whole number",
+            "num_targets must be one whole number",
         ),
-        (lambda loss, count: StepOutput(loss, None), "num_targets is to be one whole number"),
+        (lambda loss, count: StepOutput(loss, None), "num_targets must be one whole number"),
     ],
 )
 def test_task_that_returns_nonsense(change, message):
@@ -739,6 +818,14 @@ def test_errors_while_failing_do_not_hide_the_first():
     assert lines[-1] == ("b", "on_exception")
 
 
+def test_callbacks_of_one_kind_are_numbered():
+    class Timer(Callback): ...
+
+    kinds = CallbackList([Timer(), Callback(), Timer(), Timer()])
+    assert list(kinds.by_name()) == ["Timer", "Callback", "Timer#2", "Timer#3"]
+    assert list(kinds.by_name().values()) == list(kinds)
+
+
 def test_callbacks_state_is_kept_by_name_and_newcomers_are_left_alone():
     class Counts(Callback):
         def __init__(self):
@@ -833,7 +920,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_resume_is_exact_at_every_step(case, monkeypatch):
-    """In the middle of an epoch, at its end, before and after a validation; 3 steps are an epoch."""
+    """In the middle of an epoch, at its end, around a validation; 3 steps are an epoch."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     straight, wanted = run(**CASES[case])
     for stop_at in (1, 2, 3, 5) if case == "plain" else (2,):

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from llm_course.model.attention import _BF16_CPU
+from llm_course.hardware import cpu_multiplies_bf16
+from llm_course.model.config import ModelConfig
 from llm_course.model.cross_entropy import linear_cross_entropy
-from llm_course.model.decoder import DecoderModel, ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import (
     check_device,
     count_parameters,
@@ -30,8 +31,15 @@ from llm_course.model.estimate import (
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-SMALL = dict(vocab_size=101, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96,
-             max_position_embeddings=64)  # fmt: skip
+SMALL = dict(
+    vocab_size=101,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=96,
+    max_position_embeddings=64,
+)
 EXPERTS = dict(use_moe=True, num_experts=4, top_k=2)
 
 
@@ -309,7 +317,9 @@ def held(config, *, mixed, checkpointing, B=4, T=48):
 )
 def test_what_is_held_between_forward_and_backward(options, mixed):
     config = ModelConfig(**(SMALL | options))
-    memory = training_memory(config, 4, 48, mixed_precision=mixed, on_bf16_cpu=_BF16_CPU)
+    memory = training_memory(
+        config, 4, 48, mixed_precision=mixed, on_bf16_cpu=cpu_multiplies_bf16()
+    )
     count = count_parameters(config)
     width = 2 if mixed else 4
     heads = 1 + config.num_mtp_layers

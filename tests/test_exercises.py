@@ -253,7 +253,7 @@ def names_in(source: str, context: type[ast.Load] | type[ast.Store]) -> set[str]
 
 @pytest.mark.parametrize("exercise", NAMES)
 def test_tasks_stand_alone(exercise):
-    """Each task passes without the others, and reads no name that the student writes for another."""
+    """Each task passes without the others, and reads no name that a student writes for another."""
     cells = [cell for cell in cells_of(exercise) if cell.is_code]
     tasks = {cell.task for cell in cells if cell.kind == "solution"}
     for task in tasks:

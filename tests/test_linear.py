@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from llm_course.model import linear
+from llm_course import hardware
+from llm_course.model.kernels import linear as kernels
 from llm_course.model.linear import Linear
 
 
@@ -29,7 +30,7 @@ def products(monkeypatch):
     """The shapes that `torch.bmm` has been called with, on a processor where the parts pay."""
     shapes = []
     real = torch.bmm
-    monkeypatch.setattr(linear, "_IN_PARTS", True)
+    monkeypatch.setattr(kernels, "parts_pay", lambda: True)
     monkeypatch.setattr(
         torch, "bmm", lambda a, b: shapes.append((*a.shape, b.shape[2])) or real(a, b)
     )
@@ -48,7 +49,7 @@ def products(monkeypatch):
 def test_it_is_nn_linear(inputs, outputs, bias, shape, dtype, in_parts):
     ours, oracle = pair(inputs, outputs, bias=bias, dtype=dtype)
     x = torch.randn(*shape, inputs).to(dtype)
-    with torch.no_grad(), patch.object(linear, "_IN_PARTS", in_parts):
+    with torch.no_grad(), patch.object(kernels, "parts_pay", lambda: in_parts):
         y = ours(x)
         wanted = oracle(x)
     assert (
@@ -81,7 +82,11 @@ def test_parts_are_for_the_processors_on_which_they_pay(monkeypatch, maker, mkl,
     monkeypatch.setattr(Path, "read_text", lambda path, **options: f"vendor_id : {maker}")
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-    assert runpy.run_path(linear.__file__)["_IN_PARTS"] is parts
+    hardware_asked = runpy.run_path(hardware.__file__)["cpu_is_amd"]
+    monkeypatch.setattr(kernels, "cpu_is_amd", hardware_asked)
+    kernels._ask_for_mkl_on_amd.cache_clear()
+    assert kernels.parts_pay() is parts
+    kernels._ask_for_mkl_on_amd.cache_clear()
 
 
 def test_elsewhere_it_leaves_the_work_to_pytorch(products):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm_course.model.attention import _BF16_CPU
+from llm_course.hardware import cpu_multiplies_bf16
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
@@ -192,7 +192,9 @@ def test_the_memory_and_the_flops_are_those_of_the_configuration(
     model = ModelConfig(vocab_size=300, **SMALL)
     half = precision == "bf16"
     options = dict(
-        activation_checkpointing=checkpointing, mixed_precision=half, on_bf16_cpu=half and _BF16_CPU
+        activation_checkpointing=checkpointing,
+        mixed_precision=half,
+        on_bf16_cpu=half and cpu_multiplies_bf16(),
     )
     assert cost.memory == training_memory(model, 4, 32, **options)
     assert cost.memory != training_memory(model, 8, 32, **options)

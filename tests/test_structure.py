@@ -92,7 +92,7 @@ def course_imports(code: str, module: str) -> list[tuple[str, str]]:
 
 
 def import_faults(code: str, module: str, chapter: str, chapters: dict[str, str]) -> list[str]:
-    """What in `code` breaks the rule: import by name, never a star, from this chapter or earlier."""
+    """What in `code` breaks the rule: import by name, no star, from this chapter or earlier."""
     faults = []
     for imported, name in course_imports(code, module):
         if (imported, name) in {("llm_course", ""), ("llm_course", "__version__")}:
@@ -294,7 +294,8 @@ def next_faults(book: dict[str, dict]) -> list[str]:
 
 PROGRESS = re.compile(r"\d%\||it/s|s/it|Warning")
 MACHINE = re.compile(
-    r"(?<![\w.~/])/(?:home|root|Users|tmp|var|mnt|opt|work|content)/\w|\b[A-Z]:\\\\?\w|\bat 0x[0-9a-fA-F]{6,}"
+    r"(?<![\w.~/])/(?:home|root|Users|tmp|var|mnt|opt|work|content)/\w"
+    r"|\b[A-Z]:\\\\?\w|\bat 0x[0-9a-fA-F]{6,}"
 )
 
 
@@ -337,7 +338,8 @@ def output_faults(notebook: dict) -> list[str]:
         runs = not re.search(r"^#\|\s*(eval:\s*false|slow|gpu)", source(cell), re.MULTILINE)
         if runs and not cell["outputs"] and shows_something(python(cell)):
             faults.append(
-                f"cell {index} shows something, but its output is not stored: run the notebook and save it"
+                f"cell {index} shows something, but its output is not stored: run the notebook "
+                "and save it"
             )
     return faults
 

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 from torch.testing import assert_close
 
+from llm_course.hardware import computes_in_bf16
 from llm_course.model.decoder import DecoderModel, ModelConfig
 from llm_course.text.batches import IGNORE_INDEX
 from llm_course.text.data import SyntheticDataModule
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
-from llm_course.training.devices import computes_in_bf16
 from llm_course.training.task import (
     LanguageModelingTask,
     LinearDataModule,

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from llm_course.text import bpe
+from llm_course.text.bpe import GPT2_PATTERN
 from llm_course.text.tokenization import (
     CHAT_TOKENS,
     SPECIAL_TOKENS,
@@ -47,7 +47,8 @@ FEW = settings(max_examples=60, deadline=None)
 # letters.
 characters = st.characters(exclude_categories=["Cs", "Cn"])
 tricky = st.sampled_from(
-    [*ALL_SPECIAL, "<PAD>", "<UNK>", "<|", "<|e", "|>", "'", "'l", "'ll", "ll", "re", " ", "  ", "\n", "\t", "\r\n"]
+    [*ALL_SPECIAL, "<PAD>", "<UNK>", "<|", "<|e", "|>", "'", "'l", "'ll", "ll", "re"]
+    + [" ", "  ", "\n", "\t", "\r\n"]
     + ["a", "The", " the", "1", "23", ".", "é", "e\u0301", "深層", "😀", "👍🏽"]
     + ["\x00", "\x1c", "\x85", "\u00a0", "\u2028", "\u3000", "\ufeff", "\ufffd"]
 )  # fmt: skip
@@ -166,7 +167,8 @@ def test_a_stream_is_lazy_and_bounded(tokenizer):
     for _ in range(500):
         next(stream)
     assert len(read) < 400
-    assert len(stream.gi_frame.f_locals["held"]) < 100  # twice what is undecided
+    parts = stream.gi_frame.f_locals["parts"]
+    assert len(parts.gi_frame.f_locals["held"]) < 100  # twice what is undecided
 
 
 def test_a_stream_with_a_normalizer_or_another_pattern_is_right_too():
@@ -457,13 +459,14 @@ def test_different_tokenizers_differ():
 
 
 @EACH
-@pytest.mark.parametrize("failing", ["write_text", "replace"])
+@pytest.mark.parametrize("failing", ["open", "replace"])
 def test_a_save_that_fails_leaves_the_old_file(tokenizer, tmp_path, monkeypatch, failing):
     old = tokenizer.save(tmp_path).read_bytes()
 
     def fail(path, *arguments, **options):
-        if failing == "write_text":
-            path.write_bytes(b"{half of")
+        if failing == "open":
+            with open(path, "wb") as file:
+                file.write(b"{half of")
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, failing, fail)
@@ -674,7 +677,7 @@ def test_a_long_piece_is_not_cut_again_for_every_chunk(monkeypatch):
     tokenizer = ByteBPETokenizer.train(["x" * 50], vocab_size=262)
     cut = []
     monkeypatch.setattr(
-        tokenizer, "_pieces", lambda text: cut.append(len(text)) or bpe.GPT2_PATTERN.findall(text)
+        tokenizer, "_pieces", lambda text: cut.append(len(text)) or GPT2_PATTERN.findall(text)
     )
     word = "x" * 5000
     assert list(tokenizer.encode_iterable(word)) == tokenizer.encode(word)

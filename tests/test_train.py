@@ -16,13 +16,13 @@ import torch
 from llm_course.cli import COMMANDS
 from llm_course.cli import main as cli
 from llm_course.model.decoder import ModelConfig
-from llm_course.training import train
+from llm_course.training import run as train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
-from llm_course.training.train import find_task, load_run, train_worker
+from llm_course.training.run import find_task, load_run, train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = [
@@ -260,7 +260,7 @@ def _files(run_dir):
 
 
 class TestWhatCannotWrite:
-    """A run without text, a run whose text is gone, and a best checkpoint that nobody has measured."""
+    """A run without text, a run whose text is gone, and a best checkpoint without a measure."""
 
     SHORT = ["--training.max_steps", "4", "--training.precision", "fp32", *QUIET]
 
@@ -433,7 +433,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(capsys):
 # Case 21
 def test_a_second_run_in_the_folder_is_refused(folder):
     holder = (
-        "from pathlib import Path; from llm_course.training.train import _alone_in\n"
+        "from pathlib import Path; from llm_course.training.run import _alone_in\n"
         "with _alone_in(Path('run')): print('held', flush=True); input()"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -517,3 +517,17 @@ def test_resume_trains_the_run_that_was_named(tmp_path, monkeypatch):
         train_worker(config)
     assert cli(["resume", "--run", "a", "--run-dir", "b", "--training.max_steps", "4"]) == 0
     assert [read_metrics(f"{name}/metrics.jsonl")[-1]["step"] for name in ("a", "b")] == [4, 2]
+
+
+@pytest.mark.parametrize("module", ["llm_course.cli train", "llm_course.training.train"])
+def test_the_modules_are_programs_too(tmp_path, module):
+    """`python -m` trains, and refuses, as `llm-course train` does."""
+    words = "--task regression --training.max_steps 2 --logging.progress false --run-dir run"
+    command = [sys.executable, "-m", *module.split(), *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    options = dict(cwd=tmp_path, capture_output=True, text=True, env=environment)
+    first = subprocess.run(command, **options)
+    assert first.returncode == 0 and "validation loss" in first.stdout, first.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+    again = subprocess.run(command, **options)
+    assert again.returncode == 2 and "error: run holds a finished run" in again.stderr

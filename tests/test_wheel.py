@@ -96,6 +96,7 @@ def test_wheel_trains_in_an_empty_environment(wheel, empty_environment, tmp_path
     }
 
     config = shutil.copy(ROOT / "configs" / "first_run.yaml", tmp_path)
-    options = "--run-dir a_run --training.max_steps 3 --model.hidden_size 32 --data.vocab_size 512".split()
+    options = "--run-dir a_run --training.max_steps 3 --model.hidden_size 32".split()
+    options += "--data.vocab_size 512".split()
     run(scripts / "llm-course", "train", "--config", config, *options, cwd=tmp_path)
     assert list(tmp_path.glob("a_run/checkpoints/*/manifest.json"))

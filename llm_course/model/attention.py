@@ -4,19 +4,20 @@
 
 # %% auto #0
 __all__ = ['causal_mask', 'padding_mask', 'document_mask', 'attention_weights', 'scaled_dot_product_attention', 'KeyValueCache',
-           'MultiHeadAttention']
+           'HeadOptions', 'HeadProjections', 'MultiHeadAttention']
 
 # %% ../../nbs/05a_attention.ipynb #efb003d5
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .embedding import _check_sizes, apply_rotary
+from ..checks import check_sizes
+from .embedding import apply_rotary
+from .kernels.attention import fastest_attention
 from .linear import Linear
 from .normalization import RMSNorm
 
@@ -72,56 +73,8 @@ def document_mask(document_ids: Tensor) -> Tensor:
     return (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, T, T)
 
 # %% ../../nbs/05a_attention.ipynb #833a2d90
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """How much each query reads of each key: (B, H, T, S); a row sums to 1, or to 0 where nothing
-    is visible.
-
-    Arguments and errors as in `scaled_dot_product_attention`. Scores and softmax are computed, and
-    returned, in float32 at least. This is the formula written out, with all T x S weights in
-    memory: for looking at attention, and for `softcap`. Source: Vaswani et al. 2017, equation 1;
-    soft-capping: Gemma 2 report (2024), section 2.
-    """
-    _check_attention(q, k, k, mask)
-    _check_range(softcap, scale)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    # (B, K, S, D) -> (B, H, S, D)
-    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    # half precision would overflow, or blur nearby scores
-    with torch.autocast(q.device.type, enabled=False):
-        scores = (q.to(dtype) * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    mask = _visible(q.shape[2], k.shape[2], mask, is_causal, q.device)
-    if mask is None:
-        return scores.softmax(dim=-1)
-    # -inf would give NaN in a row with nothing visible: fill with the lowest finite number, then
-    # empty what is hidden
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(dim=-1).masked_fill(~mask, 0.0)
-
-
-def _visible(
-    T: int, S: int, mask: Tensor | None, is_causal: bool, device: torch.device
-) -> Tensor | None:
-    """Join `mask` with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S), or None where
-    everything is visible.
-    """
-    if is_causal and not (T == 1 and S > 0):  # one query on the last key sees every key
-        causal = causal_mask(T, S, device=device)
-        mask = causal if mask is None else mask & causal
-    return None if mask is None else mask[(None,) * (4 - mask.ndim)]
-
-
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """ValueError where queries, keys, values and mask do not fit together."""
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected (B, H, T, D) and (B, K, S, D)"
@@ -137,31 +90,33 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> No
             " that divides H"
         )
     floating = all(t.is_floating_point() for t in (q, k, v))
-    if not floating or (
-        not q.dtype == k.dtype == v.dtype and not torch.is_autocast_enabled(q.device.type)
-    ):
+    same = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
+    if not floating or not same:
         raise ValueError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one floating-point"
             " type: convert by .to"
         )
-    if mask is None:
-        return
+    if mask is not None:
+        _check_mask(mask, (*q.shape[:3], k.shape[2]))
+
+
+def _check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
+    """ValueError where `mask` is not boolean, or does not broadcast to `full` (B, H, T, S)."""
     if mask.dtype != torch.bool:
         raise ValueError(
             f"mask has dtype {mask.dtype}, expected bool with True = may attend: convert 1/0 with"
             " mask.bool()"
         )
-    full = (*q.shape[:3], k.shape[2])
-    if mask.ndim > 4 or any(
-        m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(full), strict=False)
-    ):
+    sizes = zip(reversed(mask.shape), reversed(full), strict=False)
+    if mask.ndim > 4 or any(size not in (1, wanted) for size, wanted in sizes):
         raise ValueError(
             f"mask {tuple(mask.shape)} does not broadcast to (B, H, T, S) = {full}: padding_mask"
             " helps for (B, S)"
         )
 
 
-def _check_range(softcap: float | None, scale: float | None, dropout: float = 0.0) -> None:
+def _check_options(softcap: float | None, scale: float | None, dropout: float = 0.0) -> None:
+    """ValueError where an option is out of its range."""
     if softcap is not None and not 0 < softcap < 1e38:  # what float32 holds
         raise ValueError(
             f"softcap={softcap} must be positive and finite, also in float32, or None for no cap"
@@ -173,89 +128,64 @@ def _check_range(softcap: float | None, scale: float | None, dropout: float = 0.
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
-# %% ../../nbs/05a_attention.ipynb #89e69bc3
-# once: a compiled graph cannot ask
-_BF16_CPU = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-_LONGEST_PRODUCTS = 512  # keys; beyond, the kernel that never stores the weights is faster
+# %% ../../nbs/05a_attention.ipynb #6543efe9
+def _visible(
+    T: int, S: int, mask: Tensor | None, is_causal: bool, device: torch.device
+) -> Tensor | None:
+    """`mask` joined with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S).
 
-
-def _attention_by_products(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What `F.scaled_dot_product_attention` computes, in two batched products; it always takes
-    shared heads.
+    None where every query may attend to every key.
     """
-    (B, H, T, D) = q.shape
-    (K, S) = k.shape[1:3]
-    rows = H // K * T  # the query heads that share their keys stand below each other
-    visible = causal_mask(T, S, device=q.device) if is_causal else attn_mask
-    if visible is None:
-        visible = torch.ones(1, 1, dtype=torch.bool, device=q.device)
-    visible = visible[(None,) * (4 - visible.ndim)]
-    lead, blocks = ((1, H // K), 1) if visible.shape[:2] == (1, 1) else ((B, H), B * K)
-    bias = (
-        torch.zeros_like(visible, dtype=q.dtype)
-        .masked_fill(~visible, -math.inf)
-        .expand(*lead, T, S)
-        .reshape(blocks, rows, S)
-    )
-    q = q.reshape(B * K, rows, D)
-    k = k.reshape(B * K, S, D)
-    v = v.reshape(B * K, S, D)
+    if is_causal and not (T == 1 and S > 0):  # one query on the last key sees every key
+        causal = causal_mask(T, S, device=device)
+        mask = causal if mask is None else mask & causal
+    return None if mask is None else mask[(None,) * (4 - mask.ndim)]
+
+
+def _weights(
+    q: Tensor, k: Tensor, visible: Tensor | None, scale: float | None, softcap: float | None
+) -> Tensor:
+    """The formula of `attention_weights`, for arguments that have been checked."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # (B, K, S, D) -> (B, H, S, D)
+    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    # half precision would overflow, or blur nearby scores
     with torch.autocast(q.device.type, enabled=False):
-        # rounded once, at the end
-        scores = torch.baddbmm(bias, q, k.mT, alpha=1 / math.sqrt(D) if scale is None else scale)
-        weights = scores.softmax(dim=-1)  # (B * K, rows, S), inside in float32
-        return ((F.dropout(weights, dropout_p) if dropout_p else weights) @ v).view(B, H, T, D)
+        scores = (q.to(dtype) * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is None:
+        return scores.softmax(dim=-1)
+    # -inf would give NaN in a row with nothing visible: fill with the lowest finite number, then
+    # empty what is hidden
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1).masked_fill(~visible, 0.0)
 
 
-def _attention_of_one_query(
+def attention_weights(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     *,
-    attn_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     is_causal: bool = False,
-    dropout_p: float = 0.0,
     scale: float | None = None,
-    enable_gqa: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The same where T = 1, as sums that a compiler turns into loops; in float32 inside.
+    """How much each query reads of each key: (B, H, T, S).
 
-    It always takes shared heads, and `is_causal` comes only with T = S = 1, where it hides nothing:
-    both flags change nothing.
+    A row sums to 1, or to 0 where the query may attend to nothing. Arguments and errors as in
+    `scaled_dot_product_attention`. Scores and softmax are computed, and returned, in float32 at
+    least. This is the formula written out, with all T x S weights in memory: for looking at
+    attention, and for `softcap`.
+
+    Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.
     """
-    (B, H, _, D) = q.shape
-    (K, S) = k.shape[1:3]
-    wide = torch.promote_types(v.dtype, torch.float32)
-    scaled = q.reshape(B, K, H // K, 1, D).to(wide) * (1 / math.sqrt(D) if scale is None else scale)
-    scores = (scaled * k[:, :, None].to(wide)).sum(dim=-1)  # (B, K, H / K, S)
-    if attn_mask is not None:
-        scores = scores.masked_fill(
-            ~attn_mask.expand(B, H, 1, S).reshape(B, K, H // K, S), -math.inf
-        )
-    weights = scores.softmax(dim=-1)  # (B, K, H / K, S)
-    weights = F.dropout(weights, dropout_p) if dropout_p else weights
-    return (weights[..., None] * v[:, :, None].to(wide)).sum(dim=-2).to(v.dtype).view(B, H, 1, D)
-
-
-def _fastest(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
-    """PyTorch's function, or one of the two above where it was measured to be faster."""
-    if q.device.type != "cpu":
-        return F.scaled_dot_product_attention
-    if q.shape[2] == 1 and torch.compiler.is_compiling():
-        return _attention_of_one_query
-    half = q.dtype == k.dtype == v.dtype == torch.bfloat16
-    trains_in_half = _BF16_CPU and half and q.requires_grad and k.shape[2] <= _LONGEST_PRODUCTS
-    return _attention_by_products if trains_in_half else F.scaled_dot_product_attention
+    _check_attention(q, k, k, mask)
+    _check_options(softcap, scale)
+    return _weights(
+        q, k, _visible(q.shape[2], k.shape[2], mask, is_causal, q.device), scale, softcap
+    )
 
 # %% ../../nbs/05a_attention.ipynb #db06f85e
 def scaled_dot_product_attention(
@@ -278,30 +208,44 @@ def scaled_dot_product_attention(
     on the first); it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the
     scores by a tanh. `dropout` is a probability and acts whenever it is above 0. A query that may
     attend to nothing returns zeros. Raises ValueError for shapes or dtypes that do not fit, a
-    `softcap` or `scale` that is not positive and finite, a `dropout` outside [0, 1). Source:
-    Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2 (softcap).
+    `softcap` or `scale` that is not positive and finite, a `dropout` outside [0, 1).
+
+    Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2
+    (softcap).
     """
     _check_attention(q, k, v, mask)
-    _check_range(softcap, scale, dropout)
-    H = q.shape[1]
-    T = q.shape[2]
-    K = k.shape[1]
-    S = k.shape[2]
+    _check_options(softcap, scale, dropout)
+    return _attend(q, k, v, mask, is_causal, scale=scale, softcap=softcap, dropout=dropout)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """`scaled_dot_product_attention` for arguments that have been checked."""
+    H, T = q.shape[1:3]
+    K, S = k.shape[1:3]
     if softcap is not None:
-        weights = attention_weights(
-            q, k, mask=mask, is_causal=is_causal, scale=scale, softcap=softcap
-        )
+        weights = _weights(q, k, _visible(T, S, mask, is_causal, q.device), scale, softcap)
         return F.dropout(weights, dropout).to(v.dtype) @ v.repeat_interleave(H // K, dim=1)
-    attend = partial(_fastest(q, k, v), q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
+    kernel = fastest_attention(q, k, v)
+    attend = partial(kernel, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
     if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
         # a literal: torch.compile with a changing T cannot pass on `T == S` itself
         return attend(is_causal=True)
-    mask = _visible(T, S, mask, is_causal, q.device)
-    if mask is None:
+    visible = _visible(T, S, mask, is_causal, q.device)
+    if visible is None:
         return attend()
     # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then empty them
-    blind = ~mask.any(dim=-1, keepdim=True)
-    return attend(attn_mask=mask | blind).masked_fill(blind, 0.0)
+    blind = ~visible.any(dim=-1, keepdim=True)
+    return attend(attn_mask=visible | blind).masked_fill(blind, 0.0)
 
 # %% ../../nbs/05a_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
@@ -314,25 +258,75 @@ class KeyValueCache(Protocol):
         (B, K, S, D) with S >= T.
         """
 
-# %% ../../nbs/05a_attention.ipynb #cfcb00bb
-class MultiHeadAttention(nn.Module):
-    """Causal self-attention with H query heads and K key/value heads (K = H: multi-head, K = 1:
-    multi-query, else grouped).
+# %% ../../nbs/05a_attention.ipynb #8c0c85a8
+def _head_sizes(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int, int, int]:
+    """C, H, K and D, with the defaults in place of None; ValueError where they do not fit."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    hidden_size, num_heads, num_kv_heads = check_sizes(
+        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+    if head_dim is not None:
+        (head_dim,) = check_sizes(head_dim=head_dim)
+        return hidden_size, num_heads, num_kv_heads, head_dim
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give"
+            " head_dim"
+        )
+    return hidden_size, num_heads, num_kv_heads, hidden_size // num_heads
 
-    `forward(x, *, position_embeddings=None, mask=None, cache=None)` takes (B, T, C) and returns (B,
-    T, C). `position_embeddings` is `(cos, sin)`, each (1 or B, T, D), from `RotaryEmbedding`.
-    `mask` is boolean, broadcastable to (B, H, T, S), True = may attend; it can only hide more,
-    because it is joined with the causal rule and the window. `cache.update` gets the keys after
-    rotation.
 
-    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
-    `attention_out_bias` decides for the last alone (Qwen2 has none there). `qk_norm` is an RMSNorm
-    of each head's q and k, before rotation (as in Qwen3). `scale` multiplies the scores, by default
-    1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it (Beltagy et al.
-    2020). `softcap` bounds the scores (Gemma 2, section 2). `dropout` acts on the weights, in
-    training mode only. `layer_index` is what the cache files this layer's keys under. Raises
-    ValueError for sizes that do not fit together. Source: Vaswani et al. 2017, section 3.2; Ainslie
-    et al. 2023 (grouped heads); names as in Hugging Face's Llama and Qwen3.
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by the angles of their positions; ValueError for other shapes."""
+    B, _, T, D = q.shape
+    if cos.shape != sin.shape or cos.shape not in ((1, T, D), (B, T, D)):
+        raise ValueError(
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T},"
+            f" {D}): give RotaryEmbedding(head_dim) the positions of these T tokens only"
+        )
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+
+def _newest_keys(mask: Tensor | None, *, new: int, cached: int) -> Tensor | None:
+    """`mask` for the keys that the cache returned: a cache with a window forgets the oldest.
+
+    ValueError where it returned fewer than the new ones, or the mask has fewer keys than that.
+    """
+    if cached < new:
+        raise ValueError(
+            f"the cache returned S={cached} keys for T={new} new tokens, expected the new and the"
+            " earlier ones"
+        )
+    if mask is None or mask.ndim == 0:
+        return mask
+    if mask.shape[-1] < cached:
+        raise ValueError(
+            f"mask {tuple(mask.shape)}: expected {cached} keys in its last dimension, the cached"
+            " ones count too"
+        )
+    return mask[..., -cached:]
+
+# %% ../../nbs/05a_attention.ipynb #170e4c26
+class HeadOptions(TypedDict, total=False):
+    """Options of the projections that `MultiHeadAttention` passes on."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    attention_bias: bool
+    attention_out_bias: bool | None
+    qk_norm: bool
+    rms_norm_eps: float
+
+
+class HeadProjections(nn.Module):
+    """The linear maps around attention: into H query and K key/value heads, and back.
+
+    `project(x, position_embeddings)` gives what attention compares and mixes. Options and errors
+    are those of `MultiHeadAttention`, which builds on it.
     """
 
     def __init__(
@@ -346,84 +340,88 @@ class MultiHeadAttention(nn.Module):
         attention_out_bias: bool | None = None,
         qk_norm: bool = False,
         rms_norm_eps: float = 1e-6,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
-        layer_index: int = 0,
     ):
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = _check_sizes(
-            hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads
+        hidden_size, num_heads, num_kv_heads, head_dim = _head_sizes(
+            hidden_size, num_heads, num_kv_heads, head_dim
         )
-        hidden_size, num_heads, num_kv_heads = sizes
-        if head_dim is not None:
-            (head_dim,) = _check_sizes(head_dim=head_dim)
-        if sliding_window is not None:
-            (sliding_window,) = _check_sizes(sliding_window=sliding_window)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
-            )
-        if head_dim is None and hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size={hidden_size} must be a multiple of num_heads={num_heads}, or give"
-                " head_dim"
-            )
-        _check_range(softcap, scale, dropout)
+        self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.scale = scale
-        self.softcap = softcap
-        self.sliding_window = sliding_window
-        self.dropout = dropout
-        self.layer_index = layer_index
-        self.q_proj = Linear(hidden_size, num_heads * self.head_dim, bias=attention_bias)
-        self.k_proj = Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
-        self.v_proj = Linear(hidden_size, num_kv_heads * self.head_dim, bias=attention_bias)
+        self.head_dim = head_dim
+        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=attention_bias)
+        self.k_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=attention_bias)
+        self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=attention_bias)
         out_bias = attention_bias if attention_out_bias is None else attention_out_bias
-        self.o_proj = Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
+        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
 
     def project(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `forward` compares and mixes: q (B, H, T, D), k and v (B, K, T, D) of `x`, q and k
-        normalised and rotated.
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of `x`.
 
-        Raises ValueError where `x` is not (B, T, C), or `position_embeddings` are not those of its
-        T tokens.
+        Queries and keys are normalised and rotated. Raises ValueError where `x` is not (B, T, C),
+        or `position_embeddings` are not those of its T tokens.
         """
-        if x.ndim != 3 or x.shape[-1] != self.q_proj.in_features:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}, expected (B, T, {self.q_proj.in_features})"
-            )
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, T, {self.hidden_size})")
         B, T, _ = x.shape
-        # (B, H, T, D)
-        q = self.q_norm(self.q_proj(x).view(B, T, self.num_heads, self.head_dim)).transpose(1, 2)
-        # (B, K, T, D)
-        k = self.k_norm(self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        # (B, K, T, D)
-        v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
+        q = self.q_norm(q).transpose(1, 2)  # (B, T, H, D) -> (B, H, T, D)
+        k = self.k_norm(k).transpose(1, 2)  # (B, T, K, D) -> (B, K, T, D)
+        v = v.transpose(1, 2)
         if position_embeddings is not None:
-            cos, sin = position_embeddings
-            if cos.shape != sin.shape or cos.shape not in (
-                (1, T, self.head_dim),
-                (B, T, self.head_dim),
-            ):
-                shapes = (
-                    f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B},"
-                    f" {T}, {self.head_dim})"
-                )
-                raise ValueError(
-                    f"{shapes}: give RotaryEmbedding(head_dim) the positions of these T tokens only"
-                )
-            q = apply_rotary(q, cos, sin)
-            k = apply_rotary(k, cos, sin)
+            q, k = _rotated(q, k, *position_embeddings)
         return q, k, v
+
+# %% ../../nbs/05a_attention.ipynb #cfcb00bb
+class MultiHeadAttention(HeadProjections):
+    """Causal self-attention with H query heads and K key/value heads.
+
+    K = H is multi-head attention, K = 1 multi-query, anything between grouped-query.
+    `forward(x, *, position_embeddings=None, mask=None, cache=None)` takes (B, T, C) and returns
+    (B, T, C). `position_embeddings` is `(cos, sin)`, each (1 or B, T, D), from `RotaryEmbedding`.
+    `mask` is boolean, broadcastable to (B, H, T, S), True = may attend; it can only hide more,
+    because it is joined with the causal rule and the window. `cache.update` gets the keys after
+    rotation.
+
+    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
+    `attention_out_bias` decides for the last alone (Qwen2 has none there). `qk_norm` is an RMSNorm
+    of each head's q and k, before rotation (as in Qwen3). `attention_scale` multiplies the scores,
+    by default 1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it
+    (Beltagy et al. 2020). `attn_logit_softcapping` bounds the scores (Gemma 2, section 2).
+    `dropout` acts on the weights, in training mode only. `layer_index` is the key under which the
+    cache keeps this layer's keys and values. Raises ValueError for sizes that do not fit together.
+
+    Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in
+    Hugging Face's Llama and Qwen3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        attention_scale: float | None = None,
+        sliding_window: int | None = None,
+        attn_logit_softcapping: float | None = None,
+        dropout: float = 0.0,
+        layer_index: int = 0,
+        **head_options: Unpack[HeadOptions],
+    ):
+        super().__init__(hidden_size, num_heads, **head_options)
+        if sliding_window is not None:
+            (sliding_window,) = check_sizes(sliding_window=sliding_window)
+        _check_options(attn_logit_softcapping, attention_scale, dropout)
+        self.attention_scale = attention_scale
+        self.attn_logit_softcapping = attn_logit_softcapping
+        self.sliding_window = sliding_window
+        self.dropout = dropout
+        self.layer_index = layer_index
 
     def forward(
         self,
@@ -436,50 +434,29 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, position_embeddings)
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
+            mask = _newest_keys(mask, new=q.shape[2], cached=k.shape[2])
+        _check_attention(q, k, v, mask)
         T = q.shape[2]
         S = k.shape[2]
-        if S < T:
-            raise ValueError(
-                f"the cache returned S={S} keys for T={T} new tokens, expected the new and the"
-                " earlier ones"
-            )
-        if cache is not None and mask is not None and mask.ndim > 0:
-            if mask.shape[-1] < S:
-                raise ValueError(
-                    f"mask {tuple(mask.shape)}: expected {S} keys in its last dimension, the cached"
-                    " ones count too"
-                )
-            mask = mask[..., -S:]  # a cache with a window has forgotten the oldest keys
-        _check_attention(q, k, v, mask)
         windowed = self.sliding_window is not None and S > self.sliding_window
         if windowed:
             window = causal_mask(T, S, sliding_window=self.sliding_window, device=x.device)
             mask = window if mask is None else mask & window
-        dropout = self.dropout if self.training else 0.0
-        y = scaled_dot_product_attention(
+        y = _attend(
             q,
             k,
             v,
-            mask=mask,
+            mask,
             is_causal=not windowed,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout=dropout,
+            scale=self.attention_scale,
+            softcap=self.attn_logit_softcapping,
+            dropout=self.dropout if self.training else 0.0,
         )  # (B, H, T, D)
         # (B, H, T, D) -> (B, T, H * D) -> (B, T, C)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
-        options = dict(
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            softcap=self.softcap,
-            dropout=self.dropout or None,
-        )
-        chosen = "".join(
-            f", {name}={value}" for name, value in options.items() if value is not None
-        )
-        return (
-            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads},"
-            f" head_dim={self.head_dim}{chosen}"
-        )
+        sizes = ("num_heads", "num_kv_heads", "head_dim")
+        options = ("attention_scale", "sliding_window", "attn_logit_softcapping", "dropout")
+        set_options = (name for name in options if getattr(self, name) not in (None, 0.0))
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*sizes, *set_options))

@@ -6,56 +6,18 @@
 __all__ = ['Linear']
 
 # %% ../../nbs/04a_linear.ipynb #c4e2bbb0
-import math
-import platform
-from pathlib import Path
-
-import torch
 from torch import Tensor, nn
 
+from .kernels.linear import few_rows
+
 # %% ../../nbs/04a_linear.ipynb #338eae60
-# Linux alone has it; elsewhere the name of the processor tells its maker
-_CPUINFO = Path("/proc/cpuinfo")
-_AMD = "AuthenticAMD" in (_CPUINFO.read_text() if _CPUINFO.exists() else platform.processor())
-# MKL, by Intel, is slow with few rows there, and fast on Intel's own
-_IN_PARTS = _AMD and torch.backends.mkl.is_available()
-
-
 class Linear(nn.Linear):
     """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). With MKL on AMD's processors up to
-    4 rows of float32 are multiplied in gcd(out_features, 8) parts, which the cores share; in a
-    compiled model a single row of any type is one loop over the weights. The result differs from
-    that of `nn.Linear` by rounding alone. Arguments and errors are those of `nn.Linear`.
+    `forward(x)` maps (..., in_features) to (..., out_features). The result differs from what
+    `nn.Linear` gives by rounding alone; arguments and errors are the same.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        may_pay = _IN_PARTS or torch.compiler.is_compiling()
-        if torch.is_grad_enabled() or not may_pay or not self._fits(x):
-            return super().forward(x)
-        rows = x.numel() // self.in_features
-        parts = math.gcd(self.out_features, 8)
-        if rows == 1 and torch.compiler.is_compiling():
-            # (F, C) * (C,) -> (F,): one loop over the weights
-            y = (self.weight * x.reshape(-1)).sum(dim=-1)
-        elif _IN_PARTS and 0 < rows <= 4 and parts > 1 and x.dtype == torch.float32:
-            # (parts, C, rows), nothing is copied
-            columns = x.reshape(rows, -1).T.expand(parts, -1, -1)
-            # (parts, F / parts, rows)
-            y = torch.bmm(self.weight.view(parts, -1, self.in_features), columns)
-            y = y.view(-1, rows).T.contiguous()  # (rows, F)
-        else:
-            return super().forward(x)
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
-
-    def _fits(self, x: Tensor) -> bool:
-        """Whether x, weights and bias are plain tensors of one type on a CPU, which autocast leaves
-        alone.
-        """
-        if x.layout != torch.strided or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        own = type(self.weight) is nn.Parameter and self.weight.is_contiguous()
-        types = {x.dtype, self.weight.dtype, *([] if self.bias is None else [self.bias.dtype])}
-        return own and len(types) == 1 and x.ndim > 0 and x.shape[-1] == self.in_features > 0
+        y = few_rows(x, self.weight, self.bias)  # None: PyTorch's product is the fastest here
+        return super().forward(x) if y is None else y

@@ -25,7 +25,7 @@ from llm_course.checks import (
     in_range,
 )
 from .kernels.moe import grouped_linear
-from .mlp import _ACTIVATIONS, MLP, _gated
+from .mlp import ACTIVATIONS, MLP, gated_activation
 
 # %% ../../nbs/07a_moe.ipynb #091dc285
 def linear_by_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Experts(nn.Module):
             num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
         if activation is not None:
-            check_choice(tuple(_ACTIVATIONS), hint=", or None", activation=activation)
+            check_choice(tuple(ACTIVATIONS), hint=", or None", activation=activation)
         self.activation = activation or ("silu" if use_glu else "gelu_tanh")
         self.gate_proj = nn.Parameter(torch.empty(E, inner, C)) if use_glu else None
         self.up_proj = nn.Parameter(torch.empty(E, inner, C))
@@ -92,9 +92,11 @@ class Experts(nn.Module):
 
         hidden = grouped_linear(x, self.up_proj, counts)  # (M, C) -> (M, F)
         if self.gate_proj is None:
-            hidden = _ACTIVATIONS[self.activation](hidden)
+            hidden = ACTIVATIONS[self.activation](hidden)
         else:
-            hidden = _gated(self.activation, grouped_linear(x, self.gate_proj, counts), hidden)
+            hidden = gated_activation(
+                self.activation, grouped_linear(x, self.gate_proj, counts), hidden
+            )
         return grouped_linear(hidden, self.down_proj, counts)  # (M, F) -> (M, C)
 
     def extra_repr(self) -> str:

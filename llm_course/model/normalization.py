@@ -6,82 +6,14 @@
 __all__ = ['RMSNorm', 'LayerNorm']
 
 # %% ../../nbs/04c_normalization.ipynb #64a79cf7
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .embedding import _check_sizes
+from ..checks import check_sizes
+from .kernels.normalization import rms_norm
 
 # %% ../../nbs/04c_normalization.ipynb #b20095df
-def _over_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1: (..., C) -> (..., 1)."""
-    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for training on a CPU, where autograd would pass over memory for each operation of
-    the formula.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        ctx.wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-        wide = x.to(ctx.wide)
-        return (wide * _over_rms(wide, eps)).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        wide = x.to(ctx.wide)
-        grad = grad.to(ctx.wide)
-        wide_weight = weight.to(ctx.wide)
-        over_rms = _over_rms(wide, ctx.eps)  # (..., 1)
-        n = wide * over_rms
-        d_weight = grad * n
-        # of n times the gradient that n gets: (..., 1)
-        mean = (d_weight @ wide_weight)[..., None] / len(weight)
-        # the right angle: what lies along n is gone
-        d_x = torch.addcmul(grad * wide_weight, n, mean, value=-1).mul_(over_rms)
-        return d_x.to(x.dtype), d_weight.reshape(-1, len(weight)).sum(dim=0).to(weight.dtype), None
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
-
-    `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and
-    returns the same shape and type. The arithmetic is float32 at least; squares overflow there from
-    2e19 on. Raises ValueError for a hidden_size below 1, an eps that is not positive and finite in
-    float32, another last dimension, or an input of integers. Source: Zhang and Sennrich 2019, "Root
-    Mean Square Layer Normalization", equation 4; epsilon as in Llama.
-    """
-
-    def __init__(self, hidden_size: int, *, eps: float = 1e-6):
-        super().__init__()
-        _check_eps(eps)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(_check_sizes(hidden_size=hidden_size)))  # (C,)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _check_input(x, self.weight)
-        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        weight = self.weight
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
-        # half types: in float32, inside
-        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}"
-
-
 def _check_eps(eps: float) -> None:
     # also refuses NaN
     if not torch.finfo(torch.float32).tiny <= eps <= torch.finfo(torch.float32).max:
@@ -99,6 +31,36 @@ def _check_input(x: Tensor, weight: Tensor) -> None:
             f"x has dtype {x.dtype}, expected a floating-point type: convert it with x.float()"
         )
 
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
+
+    `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and
+    returns the same shape and type. The arithmetic is float32 at least; squares overflow there from
+    2e19 on. Raises ValueError for a hidden_size below 1, an eps that is not positive and finite in
+    float32, another last dimension, or an input of integers.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4; epsilon as
+    in Llama.
+    """
+
+    def __init__(self, hidden_size: int, *, eps: float = 1e-6):
+        super().__init__()
+        _check_eps(eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(check_sizes(hidden_size=hidden_size)))  # (C,)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _check_input(x, self.weight)
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
 # %% ../../nbs/04c_normalization.ipynb #d87d758e
 class LayerNorm(nn.Module):
     """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias,
@@ -115,7 +77,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         _check_eps(eps)
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(_check_sizes(hidden_size=hidden_size)))  # (C,)
+        self.weight = nn.Parameter(torch.empty(check_sizes(hidden_size=hidden_size)))  # (C,)
         self.bias = nn.Parameter(torch.empty_like(self.weight)) if bias else None
         self.reset_parameters()
 

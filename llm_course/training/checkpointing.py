@@ -397,7 +397,7 @@ class CheckpointManager:
             )
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole; a broken one is named in a warning and passed over."""
+        """The newest whole checkpoint; a broken one is named in a warning and passed over."""
         return self._first_whole(reversed(_checkpoints(self.folder)))
 
     def best(self) -> Path | None:

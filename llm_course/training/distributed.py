@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..hardware import resolve_device
 from .config import DistributedConfig
-from .devices import Runtime, resolve_device
+from .runtime import Runtime
 
 # %% ../../nbs/15_distributed.ipynb #65d47d81
 def _shard_blocks(
@@ -194,7 +195,7 @@ class DistributedManager(Runtime):
 
 # %% ../../nbs/15_distributed.ipynb #2104936a
 def _whole_tree(tree: Any, *, keep: bool) -> Any:
-    """`tree` with whole tensors on the CPU; without `keep` a process takes part and keeps little."""
+    """`tree` with whole tensors on the CPU; without `keep` a process only takes part."""
     if isinstance(tree, dict):
         return {name: _whole_tree(value, keep=keep) for name, value in tree.items()}
     if not isinstance(tree, DTensor):

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..hardware import computes_in_bf16, resolve_device, resolve_precision
 from ..model.decoder import DecoderModel
 from llm_course.model.estimate import (
     ParameterCount,
@@ -39,7 +40,6 @@ from ..text.corpus import clean_corpus, load_corpus, split_documents
 from ..text.data import BaseDataModule
 from ..text.tokenization import BPETokenizer
 from .config import Config
-from .devices import computes_in_bf16, resolve_device, resolve_precision
 from .engine import Callback, TrainingEngine, planned_steps
 from .sources import load_config
 from .task import LanguageModelingTask

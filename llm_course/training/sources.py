@@ -203,7 +203,7 @@ def _check_environment() -> None:
 
 # %% ../../nbs/12b_config_sources.ipynb #743c8a81
 def _in_short(message: str) -> str:
-    """The parser's words about a wrong value, which go on over many lines, as path, value and rule."""
+    """The path, value and rule in the parser's many lines about a wrong value."""
     keys = re.findall(r'Parser key "([\w.]+)"', message)
     values = re.findall(r"(?:Got|Given) value: (.*)", message)
     path = ".".join(keys)

@@ -72,7 +72,7 @@ class TrainingTask:
         return self.train_step(model, batch)
 
     def after_update(self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """What an optimizer step changes beside the gradient's doing, such as the bias of a router."""
+        """Changes beside the gradient's, after an optimizer step, such as a router's bias."""
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
         """Further validation metrics that follow from the mean loss."""
@@ -107,7 +107,7 @@ class LinearDataModule(BaseDataModule):
         self.train_dataset = _Rows(x[num_val:], y[num_val:])
 
     def solution(self) -> Tensor:
-        """w (8) and b, one after the other, that minimise the squared error on the training rows."""
+        """w (8) and then b that minimise the squared error on the training rows."""
         x = self.train_dataset.x
         y = self.train_dataset.y
         return torch.linalg.lstsq(
@@ -434,7 +434,8 @@ class LanguageModelingTask(TrainingTask):
         """
         if self._tokens_per_expert is not None:
             counts = sum_over_ranks(self._tokens_per_expert)
-            model.update_router_bias(counts, rate=self.config.optimization.router_bias_rate)  # type: ignore[operator]
+            rate = self.config.optimization.router_bias_rate
+            model.update_router_bias(counts, rate=rate)  # type: ignore[operator]
             self._tokens_per_expert = None
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:

@@ -1,8 +1,7 @@
-"""Devices, wrappers, random state, and the runtime of one process."""
+"""Wrappers, random state, and the runtime of one process."""
 
 import json
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,11 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llm_course.training.devices import (
+from llm_course.training.runtime import (
     Runtime,
-    computes_in_bf16,
-    resolve_device,
-    resolve_precision,
     rng_state,
     seed_everything,
     set_rng_state,
@@ -23,43 +19,13 @@ from llm_course.training.devices import (
 )
 
 
-def test_device_is_resolved_or_refused_at_once():
-    assert resolve_device("cpu") == torch.device("cpu")
-    wanted = (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    )
-    assert resolve_device("auto").type == wanted
-    for name in ("cuda:77", "gpu", ""):
-        with pytest.raises(
-            ValueError, match=f"training.device='{name}' cannot be used here.*auto or cpu"
-        ):
-            resolve_device(name)
-
-
-def test_bf16_is_asked_of_the_hardware(monkeypatch):
-    for answers, wanted in (((False, False), False), ((True, False), True), ((False, True), True)):
-        for name, answer in zip(
-            ("_is_avx512_bf16_supported", "_is_amx_tile_supported"), answers, strict=True
-        ):
-            monkeypatch.setattr(torch.cpu, name, partial(bool, answer))
-        assert computes_in_bf16(torch.device("cpu")) is wanted
-        assert resolve_precision("auto", torch.device("cpu")) == ("bf16" if wanted else "fp32")
-        assert all(
-            resolve_precision(name, torch.device("cpu")) == name
-            for name in ("fp32", "bf16", "fp16")
-        )
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    assert not computes_in_bf16(torch.device("cuda"))  # emulated only
-    assert not computes_in_bf16(torch.device("mps"))
-
-
 @pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**63 - 1])
 def test_a_seed_begins_all_generators(seed):
     drawn = []
     for noise in (1, 2):
-        torch.rand(noise), np.random.rand(noise), random.random()
+        torch.rand(noise)
+        np.random.rand(noise)
+        random.random()
         seed_everything(seed)
         drawn.append((torch.rand(()).item(), np.random.rand(), random.random()))
     assert drawn[0] == drawn[1]
