@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from llm_course.model.cache import KVCache
-from llm_course.model.decoder import DecoderModel, DecoderOutput, ModelConfig
+from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel, DecoderOutput
 from llm_course.model.generation import (
     generate,
     generate_tokens,

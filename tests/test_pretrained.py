@@ -26,7 +26,8 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_course.model import pretrained
-from llm_course.model.decoder import PRESETS, DecoderModel, ModelConfig
+from llm_course.model.config import PRESETS, ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.embedding import RopeScaling
 from llm_course.model.families import (
     CHANGES,
@@ -430,7 +431,7 @@ def test_values_about_windows():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_each_absent_key_means(name):
-    """A file with the keys that have no default, and the same as transformers completes it."""
+    """A file with the keys that have no default, and the same with all keys filled in."""
     theirs = AutoConfig.for_model(name).to_dict()
     asked = [
         next(n for n in key.name.split("|") if n in theirs)
@@ -1140,7 +1141,9 @@ def test_wrong_things_are_not_saved(tmp_path):
         ):
             save_pretrained(broken, tmp_path / "x")
     for size in (0, -5, True, float("nan"), 1e9, "5GB", None):
-        with pytest.raises(ValueError, match="max_shard_size=.* must be a number of bytes"):
+        with pytest.raises(
+            ValueError, match="max_shard_size=.* must be a whole number of at least 1"
+        ):
             save_pretrained(tiny(), tmp_path / "x", max_shard_size=size)
     with pytest.raises(ValueError, match="expected a DecoderModel"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "x")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ..checks import check_sizes
 from .config import ModelConfig
-from .decoder import DecoderModel
 
 # %% ../../nbs/09e_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .decoder import ModelConfig
+from .config import ModelConfig
 from .embedding import RopeScaling
 
 # %% ../../nbs/11a_families.ipynb #9b81ab93
 class Change(NamedTuple):
-    """A change and its inverse: of tensors, list to list, or of a value, where `read` gets the
-    whole config.json too.
+    """A change and its inverse.
+
+    Of tensors, from list to list; or of a value, where `read` gets the whole config.json as well.
     """
 
     read: Callable[..., Any]  # theirs to ours: read(tensors), or read(value, hf)
@@ -40,7 +41,7 @@ CHANGES = {  # from a list of tensors to a list of tensors
 
 
 class Rule(NamedTuple):
-    """Where tensors stand in a file and in our model; {i} stands for a layer, {e} for an expert."""
+    """The names of tensors in a file and in our model; {i} is a layer, {e} an expert."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -48,22 +49,22 @@ class Rule(NamedTuple):
 
 
 def rules(table: Mapping[str, str], change: str = "same") -> tuple[Rule, ...]:
-    """A `Rule` for each entry of a table from their name to ours, or to a few with blanks between.
+    """A `Rule` for each entry of a table from their name to ours, or to several of ours.
 
-    {w} on both sides stands for "weight" and again for "bias". Raises ValueError for a change that
-    is not in CHANGES.
+    Several names are separated by blanks. An entry with {w} makes two rules, one for "weight" and
+    one for "bias". Raises ValueError for a change that is not in CHANGES.
     """
     if change not in CHANGES:
         raise ValueError(f"change={change!r} is none of {', '.join(CHANGES)}")
-    both = [
-        (a, b, w) for a, b in table.items() for w in (("weight", "bias") if "{w}" in a else ("",))
-    ]
-    return tuple(
-        Rule((a.replace("{w}", w),), tuple(b.replace("{w}", w).split()), change) for a, b, w in both
-    )
+    found = []
+    for theirs, ours in table.items():
+        for w in ("weight", "bias") if "{w}" in theirs else ("",):
+            names = tuple(ours.replace("{w}", w).split())
+            found.append(Rule((theirs.replace("{w}", w),), names, change))
+    return tuple(found)
 
 # %% ../../nbs/11a_families.ipynb #2ed93cb5
-OURS_ALONE = "gate.expert_bias"  # ends the name of a buffer that no family has
+OURS_ALONE = "gate.expert_bias"  # the end of the name of a buffer that no family has
 
 
 def tensor_rules(family: "Family", config: ModelConfig, names: Iterable[str]) -> list[Rule]:
@@ -85,8 +86,8 @@ def tensor_rules(family: "Family", config: ModelConfig, names: Iterable[str]) ->
     if wanted:
         first = ", ".join(sorted(wanted)[:4])
         raise ValueError(
-            f"{family.model_type} has no rule for {len(wanted)} tensors: {first}. Add them to"
-            " Family.tensors"
+            f"{family.model_type} has no rule for {len(wanted)} tensors: {first}. "
+            "Add them to Family.tensors"
         )
     return found
 
@@ -95,11 +96,11 @@ class Key(NamedTuple):
     """Where config.json holds a field of ModelConfig."""
 
     name: str  # "a|b": under one of these, a is written
-    default: Any = ...  # what it means that the key is absent; with ... it must be there
+    default: Any = ...  # the value where the key is absent; ... means that it must be there
     change: str = "same"
 
 
-_ACTIVATION_NAMES = dict(  # of two names for one function the later is written
+_ACTIVATION_NAMES = dict(  # of two names for one function, the later one is written
     swish="silu",
     silu="silu",
     gelu="gelu",
@@ -112,15 +113,13 @@ _ACTIVATION_NAMES = dict(  # of two names for one function the later is written
 def _windows(
     types: Any, hf: Mapping[str, Any], windowed: Callable[[int], bool], used: bool = True
 ) -> list[str] | None:
-    """`types`, or by the family's rule where the file is older than this key; None where there is
-    no window.
-    """
+    """`types`, or the family's rule for files older than this key; None without a window."""
     if not used or hf.get("sliding_window", 4096) is None:
         return None
-    return types or [
-        "sliding_attention" if windowed(i) else "full_attention"
-        for i in range(hf["num_hidden_layers"])
-    ]
+    if types:
+        return types
+    layers = range(hf["num_hidden_layers"])
+    return ["sliding_attention" if windowed(i) else "full_attention" for i in layers]
 
 
 VALUES = {  # read gets the value and the whole config.json
@@ -152,8 +151,9 @@ VALUES = {  # read gets the value and the whole config.json
 # %% ../../nbs/11a_families.ipynb #a9b0bb2b
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the models of one family lie in a Hugging Face folder: data, which serves to read and to
-    write.
+    """How a family names and lays out its models in a Hugging Face folder.
+
+    It is data, which serves for reading and for writing.
     """
 
     model_type: str  # its name in config.json
@@ -177,38 +177,87 @@ _REQUIRED: dict[str, tuple[Any, ...]] = dict(  # of any family
     add_cross_attention=(False,),
     is_encoder_decoder=(False,),
 )
-_HARMLESS = """model_type transformers_version torch_dtype dtype use_cache cache_implementation _name_or_path pretraining_tp
-    _attn_implementation_autoset is_llama_config is_decoder bos_token_id eos_token_id pad_token_id unk_token_id
-    attention_dropout router_aux_loss_coef output_router_logits output_attentions output_hidden_states return_dict
-    chunk_size_feed_forward id2label label2id problem_type task_specific_params max_length max_sequence_length do_sample
-    temperature top_p""".split()
+_HARMLESS = """
+    model_type transformers_version torch_dtype dtype use_cache cache_implementation _name_or_path
+    pretraining_tp _attn_implementation_autoset is_llama_config is_decoder bos_token_id eos_token_id
+    pad_token_id unk_token_id attention_dropout router_aux_loss_coef output_router_logits
+    output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
+    problem_type task_specific_params max_length max_sequence_length do_sample temperature top_p
+    """.split()
 
 # %% ../../nbs/11a_families.ipynb #ab7d8ac7
 GPT2 = Family(
-    model_type="gpt2", architecture="GPT2LMHeadModel", prefix="transformer.", buffers=(".attn.bias", ".attn.masked_bias"),
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    buffers=(".attn.bias", ".attn.masked_bias"),
     keys=dict(
-        vocab_size=Key("vocab_size"), hidden_size=Key("n_embd"), num_layers=Key("n_layer"), num_heads=Key("n_head"),
-        intermediate_size=Key("n_inner", None, "or_four_times"), max_position_embeddings=Key("n_positions"),
-        rms_norm_eps=Key("layer_norm_epsilon", 1e-5), activation=Key("activation_function", "gelu_new", "activation"),
-        initializer_range=Key("initializer_range", 0.02), tie_word_embeddings=Key("tie_word_embeddings", True),
+        vocab_size=Key("vocab_size"),
+        hidden_size=Key("n_embd"),
+        num_layers=Key("n_layer"),
+        num_heads=Key("n_head"),
+        intermediate_size=Key("n_inner", None, "or_four_times"),
+        max_position_embeddings=Key("n_positions"),
+        rms_norm_eps=Key("layer_norm_epsilon", 1e-5),
+        activation=Key("activation_function", "gelu_new", "activation"),
+        initializer_range=Key("initializer_range", 0.02),
+        tie_word_embeddings=Key("tie_word_embeddings", True),
     ),
-    fixed=dict(position_type="learned", norm_type="layernorm", attention_bias=True, mlp_bias=True, use_glu=False),
+    fixed=dict(
+        position_type="learned",
+        norm_type="layernorm",
+        attention_bias=True,
+        mlp_bias=True,
+        use_glu=False,
+    ),
     required=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,)),
-    harmless=("n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "summary_activation",
-              "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    tensors=rules({
-        "wte.weight": "embedding.embed_tokens.weight", "wpe.weight": "embedding.embed_positions.weight",
-        "h.{i}.ln_1.{w}": "layers.{i}.input_layernorm.{w}", "h.{i}.ln_2.{w}": "layers.{i}.post_attention_layernorm.{w}",
-        "ln_f.{w}": "norm.{w}", "lm_head.weight": "lm_head.weight",
-    }) + rules({"h.{i}.attn.c_attn.{w}": " ".join(f"layers.{{i}}.self_attn.{p}_proj.{{w}}" for p in "qkv")}, "split") + rules({
-        "h.{i}.attn.c_proj.{w}": "layers.{i}.self_attn.o_proj.{w}",
-        "h.{i}.mlp.c_fc.{w}": "layers.{i}.mlp.up_proj.{w}", "h.{i}.mlp.c_proj.{w}": "layers.{i}.mlp.down_proj.{w}",
-    }, "transpose"),
-)  # fmt: skip
+    harmless=(
+        "n_ctx",
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
+    tensors=rules(
+        {
+            "wte.weight": "embedding.embed_tokens.weight",
+            "wpe.weight": "embedding.embed_positions.weight",
+            "h.{i}.ln_1.{w}": "layers.{i}.input_layernorm.{w}",
+            "h.{i}.ln_2.{w}": "layers.{i}.post_attention_layernorm.{w}",
+            "ln_f.{w}": "norm.{w}",
+            "lm_head.weight": "lm_head.weight",
+        }
+    )
+    + rules(
+        {
+            "h.{i}.attn.c_attn.{w}": " ".join(
+                f"layers.{{i}}.self_attn.{p}_proj.{{w}}" for p in "qkv"
+            )
+        },
+        "split",
+    )
+    + rules(
+        {
+            "h.{i}.attn.c_proj.{w}": "layers.{i}.self_attn.o_proj.{w}",
+            "h.{i}.mlp.c_fc.{w}": "layers.{i}.mlp.up_proj.{w}",
+            "h.{i}.mlp.c_proj.{w}": "layers.{i}.mlp.down_proj.{w}",
+        },
+        "transpose",
+    ),
+)
 
 # %% ../../nbs/11a_families.ipynb #afe4fbab
-_SAME = """input_layernorm.weight post_attention_layernorm.weight self_attn.q_proj.{w} self_attn.k_proj.{w} self_attn.v_proj.{w}
-    self_attn.o_proj.{w} self_attn.q_norm.weight self_attn.k_norm.weight mlp.gate_proj.{w} mlp.up_proj.{w} mlp.down_proj.{w}"""
+_SAME = """
+    input_layernorm.weight post_attention_layernorm.weight
+    self_attn.q_proj.{w} self_attn.k_proj.{w} self_attn.v_proj.{w} self_attn.o_proj.{w}
+    self_attn.q_norm.weight self_attn.k_norm.weight
+    mlp.gate_proj.{w} mlp.up_proj.{w} mlp.down_proj.{w}
+    """
 _SIZES = "vocab_size hidden_size intermediate_size max_position_embeddings rms_norm_eps".split()
 _KEYS = {name: Key(name) for name in _SIZES} | dict(
     num_layers=Key("num_hidden_layers"),
@@ -223,14 +272,18 @@ _KEYS = {name: Key(name) for name in _SIZES} | dict(
 _HEAD = dict(head_dim=Key("head_dim", None))
 _BIAS = dict(attention_bias=Key("attention_bias", False))
 LLAMA = Family(
-    model_type="llama", architecture="LlamaForCausalLM",
-    keys=_KEYS | _HEAD | _BIAS | dict(num_kv_heads=Key("num_key_value_heads", None), mlp_bias=Key("mlp_bias", False)),
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys=_KEYS
+    | _HEAD
+    | _BIAS
+    | dict(num_kv_heads=Key("num_key_value_heads", None), mlp_bias=Key("mlp_bias", False)),
     tensors=rules(
         {"embed_tokens.weight": "embedding.embed_tokens.weight"}
         | {name: name for name in ("norm.weight", "lm_head.weight")}
         | {f"layers.{{i}}.{name}": f"layers.{{i}}.{name}" for name in _SAME.split()}
     ),
-)  # fmt: skip
+)
 
 # %% ../../nbs/11a_families.ipynb #99072d6f
 def _experts(where: str, *names: str) -> tuple[Rule, ...]:
@@ -252,49 +305,95 @@ MISTRAL = replace(
     LLAMA, model_type="mistral", architecture="MistralForCausalLM", keys=_KEYS | _HEAD | _WINDOW
 )
 QWEN2 = replace(
-    LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM", keys=_KEYS | _LATE, required=_SWITCH,
-    harmless=("max_window_layers",), fixed=dict(attention_bias=True, attention_out_bias=False),
-)  # fmt: skip
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    keys=_KEYS | _LATE,
+    required=_SWITCH,
+    harmless=("max_window_layers",),
+    fixed=dict(attention_bias=True, attention_out_bias=False),
+)
 QWEN3 = replace(
-    LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM", keys=_KEYS | _BIAS | _LATE | dict(head_dim=Key("head_dim")),
-    required=_SWITCH, harmless=("max_window_layers",), fixed=dict(qk_norm=True),
-)  # fmt: skip
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    keys=_KEYS | _BIAS | _LATE | dict(head_dim=Key("head_dim")),
+    required=_SWITCH,
+    harmless=("max_window_layers",),
+    fixed=dict(qk_norm=True),
+)
 MIXTRAL = replace(
-    LLAMA, model_type="mixtral", architecture="MixtralForCausalLM", fixed=dict(use_moe=True, norm_topk_prob=True),
-    keys=_KEYS | _HEAD | _TOP_K | dict(
-        num_experts=Key("num_local_experts"), sliding_window=Key("sliding_window", None), rope_theta=Key("rope_theta", 1e6)
+    LLAMA,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fixed=dict(use_moe=True, norm_topk_prob=True),
+    keys=_KEYS
+    | _HEAD
+    | _TOP_K
+    | dict(
+        num_experts=Key("num_local_experts"),
+        sliding_window=Key("sliding_window", None),
+        rope_theta=Key("rope_theta", 1e6),
     ),
-    required=dict(router_jitter_noise=(0.0,)), tensors=LLAMA.tensors + _experts("layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
-)  # fmt: skip
+    required=dict(router_jitter_noise=(0.0,)),
+    tensors=LLAMA.tensors + _experts("layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
+)
 
 # %% ../../nbs/11a_families.ipynb #3a83d4a2
 QWEN3_MOE = replace(
-    LLAMA, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", fixed=dict(use_moe=True, qk_norm=True),
-    keys=_KEYS | _HEAD | _BIAS | _SWITCHED | _TOP_K | dict(
-        intermediate_size=Key("moe_intermediate_size"), num_experts=Key("num_experts|num_local_experts"),
+    LLAMA,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fixed=dict(use_moe=True, qk_norm=True),
+    keys=_KEYS
+    | _HEAD
+    | _BIAS
+    | _SWITCHED
+    | _TOP_K
+    | dict(
+        intermediate_size=Key("moe_intermediate_size"),
+        num_experts=Key("num_experts|num_local_experts"),
         norm_topk_prob=Key("norm_topk_prob", False),
     ),
     # experts in every layer
     required=_SWITCH | dict(decoder_sparse_step=(1,), mlp_only_layers=([], None)),
     harmless=("intermediate_size", "max_window_layers"),
     tensors=LLAMA.tensors + _experts("layers.{i}.mlp", "gate_proj", "up_proj", "down_proj"),
-)  # fmt: skip
+)
 GEMMA2 = replace(
-    LLAMA, model_type="gemma2", architecture="Gemma2ForCausalLM", fixed=dict(norm_position="sandwich"),
-    keys=_KEYS | _BIAS | _WINDOW | dict(
-        head_dim=Key("head_dim"), activation=Key("hidden_activation", "gelu_pytorch_tanh", "activation"),
-        embedding_scale=Key("hidden_size", change="root"), attention_scale=Key("query_pre_attn_scalar", change="inverse_square"),
-        attn_logit_softcapping=Key("attn_logit_softcapping"), final_logit_softcapping=Key("final_logit_softcapping"),
-        layer_types=Key("layer_types", None, "even_layers"), tie_word_embeddings=Key("tie_word_embeddings", True),
+    LLAMA,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fixed=dict(norm_position="sandwich"),
+    keys=_KEYS
+    | _BIAS
+    | _WINDOW
+    | dict(
+        head_dim=Key("head_dim"),
+        activation=Key("hidden_activation", "gelu_pytorch_tanh", "activation"),
+        embedding_scale=Key("hidden_size", change="root"),
+        attention_scale=Key("query_pre_attn_scalar", change="inverse_square"),
+        attn_logit_softcapping=Key("attn_logit_softcapping"),
+        final_logit_softcapping=Key("final_logit_softcapping"),
+        layer_types=Key("layer_types", None, "even_layers"),
+        tie_word_embeddings=Key("tie_word_embeddings", True),
     ),
-    required=dict(use_bidirectional_attention=(None, False)), harmless=("hidden_act",),
-    tensors=rules({
-        "layers.{i}.input_layernorm.weight": "layers.{i}.input_layernorm.weight", "norm.weight": "norm.weight",
-        "layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
-        "layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
-    }, "plus_one") + LLAMA.tensors,
-)  # fmt: skip
+    required=dict(use_bidirectional_attention=(None, False)),
+    harmless=("hidden_act",),
+    tensors=rules(
+        {
+            "layers.{i}.input_layernorm.weight": "layers.{i}.input_layernorm.weight",
+            "norm.weight": "norm.weight",
+            "layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
+            "layers.{i}.pre_feedforward_layernorm.weight": (
+                "layers.{i}.post_attention_layernorm.weight"
+            ),
+            "layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
+        },
+        "plus_one",
+    )
+    + LLAMA.tensors,
+)
 FAMILIES = {
     family.model_type: family
     for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2)
@@ -302,91 +401,94 @@ FAMILIES = {
 
 # %% ../../nbs/11a_families.ipynb #96baecda
 def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the `rope_parameters` of transformers 5 as the `rope_theta` and
-    `rope_scaling` of earlier versions.
+    """config.json with its rotary settings in one spelling: `rope_theta` and `rope_scaling`.
+
+    Earlier versions of transformers write these two, version 5 writes `rope_parameters`.
     """
     new = hf.get("rope_parameters")
     old = hf.get("rope_scaling")
     if not isinstance(new or old or {}, Mapping):
         raise ValueError(
-            f"config.json: rope_parameters={new!r} and rope_scaling={old!r}, expected an object or"
-            " null"
+            f"config.json: rope_parameters={new!r} and rope_scaling={old!r}, "
+            "expected an object or null"
         )
-    # these values are the defaults and say nothing new
-    neutral = (("partial_rotary_factor", 1), ("truncate", True))
+    defaults = (("partial_rotary_factor", 1), ("truncate", True))
     rope = {
         name: value
         for name, value in (new or old or {}).items()
-        if value is not None and (name, value) not in neutral
+        if value is not None and (name, value) not in defaults
     }
     plain = {
         name: value for name, value in hf.items() if name not in ("rope_parameters", "rope_scaling")
     }
     if "rope_theta" in rope:
         plain["rope_theta"] = rope.pop("rope_theta")
-    kind, *others = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or [
-        "default"
-    ]
-    twice = (
-        (new and old)
-        or others not in ([], [kind])
-        or hf.get("rope_theta") not in (None, plain.get("rope_theta"))
-    )
+
+    kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
+    kind, *others = kinds
     if kind in ("llama3", "yarn"):
         rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    # what may stand there
-    known = {f.name for f in fields(RopeScaling)} if kind in ("linear", "llama3", "yarn") else set()
-    if not (known or kind == "default") or rope.keys() - known or twice:
-        given = {
-            name: hf[name]
-            for name in ("rope_theta", "rope_parameters", "rope_scaling")
-            if hf.get(name)
-        }
-        rule = (
-            "rope_type must be default, linear, llama3 or yarn, the same in all layers, without"
-            " further keys, and stand once"
+    is_scaled = kind in ("linear", "llama3", "yarn")
+    allowed = {f.name for f in fields(RopeScaling)} if is_scaled else set()
+    theta_differs = hf.get("rope_theta") not in (None, plain.get("rope_theta"))
+    said_twice = (new and old) or others not in ([], [kind]) or theta_differs
+    if not (is_scaled or kind == "default") or rope.keys() - allowed or said_twice:
+        names = ("rope_theta", "rope_parameters", "rope_scaling")
+        given = {name: hf[name] for name in names if hf.get(name)}
+        raise ValueError(
+            f"config.json has rotary settings that are not supported: {given}. rope_type must be "
+            "default, linear, llama3 or yarn, the same in all layers, without further keys, and "
+            "stand once"
         )
-        raise ValueError(f"config.json has rotary settings that are not supported: {given}. {rule}")
-    return plain | ({"rope_scaling": {"rope_type": kind, **rope}} if known else {})
+    return plain | ({"rope_scaling": {"rope_type": kind, **rope}} if is_scaled else {})
 
 # %% ../../nbs/11a_families.ipynb #f1a0b002
+def _strange_keys(hf: Mapping[str, Any], family: Family) -> list[str]:
+    """What is wrong with keys that are not settings: values we cannot compute, unknown names."""
+    required = _REQUIRED | dict(family.required) | {"architectures": ([family.architecture], None)}
+    known = {name for key in family.keys.values() for name in key.name.split("|")}
+    known = known.union(_HARMLESS, family.harmless)
+    faults = []
+    for name, value in hf.items():
+        if name in required and value not in required[name]:
+            only = " or ".join(map(repr, required[name]))
+            faults.append(f"{name}={value!r} is not supported, only {only}")
+        elif name not in required and name not in known:
+            faults.append(
+                f"{name}={value!r} is not known; if it changes nothing, delete it or name it in "
+                "Family.harmless"
+            )
+    return faults
+
+
+def _stated(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """The value of each setting as the file or the family's default states it, and the faults."""
+    settings = {}
+    faults = []
+    for setting, key in family.keys.items():
+        values = [hf[name] for name in key.name.split("|") if name in hf] or [key.default]
+        settings[setting], *others = values
+        if settings[setting] is ... or any(other != settings[setting] for other in others):
+            faults.append(f"{key.name} has several values" if others else f"{key.name} is missing")
+    return settings, faults
+
+
 def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """The family and the settings that a config.json describes.
 
-    Raises ValueError that names every key which is missing, is not known, or has a value that we
-    cannot compute.
+    Raises ValueError that names every key which is missing, unknown, or has a value that we cannot
+    compute.
     """
     family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
         raise ValueError(
-            f"model_type={hf.get('model_type')!r} is none of {', '.join(FAMILIES)}: add a Family to"
-            " FAMILIES"
+            f"model_type={hf.get('model_type')!r} is none of {', '.join(FAMILIES)}: "
+            "add a Family to FAMILIES"
         )
     hf = _plain_rope(hf)
-    faults = []
-    settings = {}
-    required = _REQUIRED | dict(family.required) | {"architectures": ([family.architecture], None)}
-    known = {name for key in family.keys.values() for name in key.name.split("|")}.union(
-        _HARMLESS, family.harmless
-    )
-    for name, value in hf.items():
-        if name in required and value not in required[name]:
-            faults.append(
-                f"{name}={value!r} is not supported, only {' or '.join(map(repr, required[name]))}"
-            )
-        elif name not in required and name not in known:
-            faults.append(
-                f"{name}={value!r} is not known; if it changes nothing, delete it or name it in"
-                " Family.harmless"
-            )
-    for setting, key in family.keys.items():
-        settings[setting], *others = [hf[name] for name in key.name.split("|") if name in hf] or [
-            key.default
-        ]
-        if settings[setting] is ... or any(other != settings[setting] for other in others):
-            faults.append(f"{key.name} has several values" if others else f"{key.name} is missing")
+    settings, missing = _stated(hf, family)
     try:
-        if faults:
+        if faults := _strange_keys(hf, family) + missing:
             raise ValueError("; ".join(faults))
         settings = {
             name: VALUES[family.keys[name].change].read(value, hf)
@@ -399,7 +501,7 @@ def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 # %% ../../nbs/11a_families.ipynb #072445b0
 def _facts(config: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what a model computes, with what each None stands for."""
+    """The settings that decide what a model computes, each None replaced by its meaning."""
     idle = {
         "dropout",
         "initializer_range",
@@ -425,14 +527,27 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in idle}
 
 
+def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The settings under the family's keys; what the family cannot express is lost."""
+    hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
+    hf |= {key: values[0] for key, values in family.required.items()}
+    settings = vars(config) | _facts(config)
+    for setting, key in family.keys.items():  # hidden_size comes before what is computed from it
+        value = VALUES[key.change].write(settings[setting])
+        hf.setdefault(key.name.split("|")[0], value)
+    if "use_sliding_window" in family.required:
+        hf["use_sliding_window"] = hf["sliding_window"] is not None
+    return hf
+
+
 def write_config(
     config: ModelConfig, *, model_type: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
-    """A family that can express `config`, and its config.json: the first whose file reads back as
-    `config`, or `model_type`.
+    """A family that can express `config`, and its config.json.
 
-    Settings of training are not written. Raises ValueError that names the settings which the
-    nearest family cannot express.
+    The family is the first whose file reads back as `config`, or `model_type`. Settings of training
+    are not written. Raises ValueError that names the settings which the nearest family cannot
+    express.
     """
     if model_type is not None and str(model_type) not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is none of {', '.join(FAMILIES)}")
@@ -442,18 +557,8 @@ def write_config(
     written = {}
     lost = {}
     for name in FAMILIES if model_type is None else [model_type]:
-        family = FAMILIES[name]
-        hf: dict[str, Any] = {"model_type": name, "architectures": [family.architecture]}
-        hf |= {key: values[0] for key, values in family.required.items()}
-        # hidden_size stands before what is computed from it
-        for setting, key in family.keys.items():
-            hf.setdefault(
-                key.name.split("|")[0], VALUES[key.change].write((vars(config) | facts)[setting])
-            )
-        if "use_sliding_window" in family.required:
-            hf["use_sliding_window"] = hf["sliding_window"] is not None
-        written[name] = hf
-        back = _facts(read_config(hf)[1])
+        written[name] = _config_json(config, FAMILIES[name])
+        back = _facts(read_config(written[name])[1])
         lost[name] = [
             f"{setting}={value!r}" for setting, value in facts.items() if value != back.get(setting)
         ]

@@ -10,8 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..checks import check_sizes
+from ..files import sync, write_text
 from .decoder import DecoderModel
 from llm_course.model.families import (
     CHANGES,
@@ -48,50 +50,46 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _names_in(index: Path) -> list[str]:
+    """The names of the shards that an index lists, each a plain name of a safetensors file."""
+    weight_map = _read_json(index).get("weight_map")
+    names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"{index} has no weight_map from tensors to names of files: was the download complete?"
+        )
+    plain = r"[\w.-]+\.safetensors"  # no "/", and no ".." alone
+    if outside := [name for name in sorted(names) if not re.fullmatch(plain, name)]:
+        raise ValueError(
+            f"{index} names {outside[0]!r}, which is no safetensors file or lies outside its folder"
+        )
+    return sorted(set(names))
+
+
 def _shards(folder: Path) -> list[Path]:
-    """The files that hold the weights: one, or where it is absent those that the index names. All
-    lie in `folder`.
-    """
+    """The files that hold the weights: model.safetensors, or the shards that the index names."""
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise ValueError(
-                f"{index} has no weight_map from tensors to names of files: was the download"
-                " complete?"
-            )
-        names = sorted(set(weight_map.values()))
-        # no "/", no ".." alone
-        if outside := [name for name in names if not re.fullmatch(r"[\w.-]+\.safetensors", name)]:
-            raise ValueError(
-                f"{index} names {outside[0]!r}, which is no safetensors file or lies outside its"
-                " folder"
-            )
-        return [folder / name for name in names]
-    if pickles := sorted(
-        path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}")
-    ):
-        way_out = (
-            "take a copy with model.safetensors, or let transformers write one where nothing can be"
-            " harmed"
-        )
+        return [folder / name for name in _names_in(index)]
+    pickles = sorted(path.name for end in ("bin", "pt", "pth") for path in folder.glob(f"*.{end}"))
+    if pickles:
         raise ValueError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when"
-            f" opened: {way_out}"
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when "
+            "opened: take a copy with model.safetensors, or let transformers write one where "
+            "nothing can be harmed"
         )
     raise FileNotFoundError(
         f"{folder} has neither model.safetensors nor model.safetensors.index.json"
     )
 
-
+# %% ../../nbs/11b_pretrained.ipynb #63075272
 def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tuple[Any, str]]:
-    """For each tensor, its name without the prefix: the open file, and its name there. Only headers
-    are read.
+    """For each tensor's name without the prefix: the open file, and the tensor's name in it.
+
+    Only headers are read.
     """
     tensors: dict[str, tuple[Any, str]] = {}
     for path in _shards(folder):
@@ -101,8 +99,7 @@ def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tupl
             raise FileNotFoundError(
                 f"{path} is missing, but the index names it: was the download complete?"
             ) from None
-        # OSError: a folder of that name, or no right to read it
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError) as error:  # OSError: a folder, or no right to read
             raise ValueError(f"{path} is damaged ({error}): was the download complete?") from None
         for name in file.keys():
             if tensors.setdefault(name.removeprefix(prefix), (file, name)) != (file, name):
@@ -110,12 +107,8 @@ def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tupl
     return tensors
 
 # %% ../../nbs/11b_pretrained.ipynb #73a2b13d
-def _check_tensors(
-    wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]], family: Family, model: DecoderModel
-) -> None:
-    """Raises ValueError that names the tensors which are missing, unexpected, no floats, or of
-    another shape than the rules.
-    """
+def _expected_shapes(wanted: list[Rule], model: DecoderModel) -> dict[str, list[int]]:
+    """The shape that each tensor of the file must have, by its name."""
     ours = model.state_dict()
     shapes: dict[str, list[int]] = {}
     for rule in wanted:
@@ -123,53 +116,57 @@ def _check_tensors(
         shapes |= {
             name: list(tensor.shape) for name, tensor in zip(rule.theirs, written, strict=True)
         }
+    return shapes
+
+
+def _check_tensors(
+    wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]], family: Family, model: DecoderModel
+) -> None:
+    """ValueError names the tensors that are missing, unexpected, no floats, or of another shape."""
+    shapes = _expected_shapes(wanted, model)
     ignored = family.buffers + (("lm_head.weight",) if model.config.tie_word_embeddings else ())
     faults = [f"{name} is missing" for name in shapes if name not in tensors]
     for name, (file, stored) in tensors.items():
-        if name not in shapes and not name.endswith(ignored):
-            faults.append(f"{stored} is unexpected")
-        elif name in shapes and (shape := file.get_slice(stored).get_shape()) != shapes[name]:
+        if name not in shapes:
+            if not name.endswith(ignored):
+                faults.append(f"{stored} is unexpected")
+            continue
+        header = file.get_slice(stored)
+        shape = header.get_shape()
+        kind = header.get_dtype()
+        if shape != shapes[name]:
             faults.append(f"{stored} has shape {shape}, expected {shapes[name]}")
-        elif name in shapes and (kind := file.get_slice(stored).get_dtype()) not in (
-            "F64",
-            "F32",
-            "F16",
-            "BF16",
-        ):
+        elif kind not in ("F64", "F32", "F16", "BF16"):
             faults.append(
-                f"{stored} is stored as {kind}, expected F64, F32, F16 or BF16: quantized weights"
-                " are not supported"
+                f"{stored} is stored as {kind}, expected F64, F32, F16 or BF16: "
+                "quantized weights are not supported"
             )
     if faults:
         more = f"; and {len(faults) - 4} more" if len(faults) > 4 else ""
         raise ValueError(
-            f"the tensors do not fit config.json of a {family.model_type}:"
-            f" {'; '.join(faults[:4])}{more}"
+            f"the tensors do not fit config.json of a {family.model_type}: "
+            f"{'; '.join(faults[:4])}{more}"
         )
 
 # %% ../../nbs/11b_pretrained.ipynb #8d8e43f0
 def pretrained_folder(name: str | Path) -> Path:
-    """The folder of a model: `name` itself, or where it is no folder, "org/name" of the Hugging
-    Face hub, downloaded once.
+    """The folder of a model: `name` itself, or "org/name" of the Hugging Face hub, downloaded once.
 
-    Raises FileNotFoundError for another name, ImportError without the extra `hub`, ValueError where
-    the download fails.
+    Raises FileNotFoundError for a name that is neither, ImportError without the extra `hub`, and
+    ValueError where the download fails.
     """
     if Path(name).is_dir():
         return Path(name)
-    # what the hub allows: no ".." in it
-    if not re.fullmatch(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*", str(name)):
+    on_the_hub = r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*"  # what the hub allows: no ".." in it
+    if not re.fullmatch(on_the_hub, str(name)):
         raise FileNotFoundError(
             f"{str(name)!r} is no folder, and no name on the hub: those are 'org/name'"
         )
+    patterns = ["config.json", "model*.safetensors*", "tokenizer*.json"]
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(
-                str(name), allow_patterns=["config.json", "model*.safetensors*", "tokenizer*.json"]
-            )
-        )
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
     except ImportError:
         raise ImportError(
             f"{str(name)!r} is no folder; to download it: pip install 'llm_course[hub]'"
@@ -183,128 +180,190 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(end.isfinite() for end in tensor.aminmax())
 
 
+def _read_state(
+    wanted: list[Rule],
+    tensors: Mapping[str, tuple[Any, str]],
+    model: DecoderModel,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Each tensor of the model by its name, copied from the files to `device`, in `dtype`."""
+    state = {
+        name: torch.zeros_like(t, device=device)
+        for name, t in model.state_dict().items()
+        if name.endswith(OURS_ALONE)
+    }
+    stored = {name: file.get_tensor(full) for name, (file, full) in tensors.items()}  # mapped only
+    dtype = dtype or reduce(
+        torch.promote_types, {stored[name].dtype for rule in wanted for name in rule.theirs}
+    )
+    for rule in wanted:
+        change = CHANGES[rule.change]
+        # bfloat16 would blur 1 + w
+        kept = torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype
+        for name, tensor in zip(
+            rule.ours, change.read([stored[name] for name in rule.theirs]), strict=True
+        ):
+            # a copy, since the file may change
+            state[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
+            if not _is_finite(state[name]):
+                raise ValueError(
+                    f"{rule.theirs[0]} has numbers that are not finite as {kept}: "
+                    "is the file damaged?"
+                )
+
+    table = state["embedding.embed_tokens.weight"]
+    head = stored.get("lm_head.weight", table).to(table)
+    if model.config.tie_word_embeddings and not torch.equal(head, table):
+        raise ValueError(
+            "lm_head.weight is not the embedding table, "
+            "but config.json has tie_word_embeddings=true"
+        )
+    return state
+
+# %% ../../nbs/11b_pretrained.ipynb #9392e0b3
 def load_pretrained(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DecoderModel:
-    """Read a Hugging Face folder, or "org/name" of its hub: config.json, and model.safetensors or
-    its shards.
+    """Load a model from a Hugging Face folder, or from "org/name" of the Hugging Face hub.
 
-    The weights are in memory once, in `dtype`, by default that of the files; the model is in
-    evaluation mode. Raises ValueError or FileNotFoundError that names each setting or tensor which
-    is missing, unknown or does not fit. Nothing is unpickled.
+    Reads config.json, and model.safetensors or its shards. The weights are in memory once, in
+    `dtype` (default: the type of the files); the model is in evaluation mode. Nothing is unpickled.
+
+    Raises ValueError or FileNotFoundError that names each setting or tensor that is missing,
+    unknown or does not fit.
     """
     if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
-            f"dtype={dtype} must be a floating-point type of 16 bits or more, such as"
-            " torch.bfloat16"
+            f"dtype={dtype} must be a floating-point type of 16 bits or more, "
+            "such as torch.bfloat16"
         )
     if torch.device(device).type == "meta":
         raise ValueError(
-            f"device={str(device)!r} holds no numbers: build DecoderModel(config) there, and load"
-            " nothing"
+            f"device={str(device)!r} holds no numbers: build DecoderModel(config) there, "
+            "and load nothing"
         )
     folder = pretrained_folder(folder)
     family, config = read_config(_read_json(folder / "config.json"))
     with torch.device("meta"):  # shapes, without memory for the numbers
         model = DecoderModel(config)
     wanted = tensor_rules(family, config, model.state_dict())
-    state = {
-        name: torch.zeros_like(t, device=device)
-        for name, t in model.state_dict().items()
-        if name.endswith(OURS_ALONE)
-    }
     with ExitStack() as stack:
-        files = _open_tensors(folder, family.prefix, stack)
-        _check_tensors(wanted, files, family, model)
-        # mapped, not yet read
-        stored = {name: file.get_tensor(full) for name, (file, full) in files.items()}
-        dtype = dtype or reduce(
-            torch.promote_types, {stored[name].dtype for rule in wanted for name in rule.theirs}
-        )
-        for rule in wanted:
-            # bfloat16 would blur 1 + w
-            kept = torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype
-            for name, tensor in zip(
-                rule.ours,
-                CHANGES[rule.change].read([stored[name] for name in rule.theirs]),
-                strict=True,
-            ):
-                # the file may change
-                state[name] = tensor.to(
-                    device, kept, copy=True, memory_format=torch.contiguous_format
-                )
-                if not _is_finite(state[name]):
-                    raise ValueError(
-                        f"{rule.theirs[0]} has numbers that are not finite as {kept}: is the file"
-                        " damaged?"
-                    )
-        table = state["embedding.embed_tokens.weight"]
-        if config.tie_word_embeddings and not torch.equal(
-            stored.get("lm_head.weight", table).to(table), table
-        ):
-            raise ValueError(
-                "lm_head.weight is not the embedding table, but config.json has"
-                " tie_word_embeddings=true"
-            )
+        tensors = _open_tensors(folder, family.prefix, stack)
+        _check_tensors(wanted, tensors, family, model)
+        state = _read_state(wanted, tensors, model, dtype, device)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
 
 # %% ../../nbs/11b_pretrained.ipynb #d270b067
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _write_tensors(model: DecoderModel, family: Family, folder: Path, max_shard_size: int) -> None:
-    """One file, or shards of at most `max_shard_size` bytes (a larger tensor has its own) and their
-    index.
+def _in_shards(model: DecoderModel, family: Family, max_shard_size: int) -> list[dict[str, Tensor]]:
+    """The model's tensors under the family's names, in groups of at most `max_shard_size` bytes.
+
+    A larger tensor has a group of its own.
     """
     ours = model.state_dict()
     dtype = model.embedding.embed_tokens.weight.dtype
     shards: list[dict[str, Tensor]] = [{}]
-    total = size = 0
+    size = 0
     for rule in tensor_rules(family, model.config, ours):
-        for name, tensor in zip(
-            rule.theirs, CHANGES[rule.change].write([ours[name] for name in rule.ours]), strict=True
-        ):
+        written = CHANGES[rule.change].write([ours[name] for name in rule.ours])
+        for name, tensor in zip(rule.theirs, written, strict=True):
             tensor = tensor.to("cpu", dtype).contiguous()
             if not _is_finite(tensor):
                 raise ValueError(
-                    f"{name} has numbers that are not finite as {dtype}: load_pretrained would"
-                    " refuse the folder"
+                    f"{name} has numbers that are not finite as {dtype}: "
+                    "load_pretrained would refuse the folder"
                 )
             if shards[-1] and size + tensor.nbytes > max_shard_size:
                 shards.append({})
                 size = 0
             shards[-1][name if name == "lm_head.weight" else family.prefix + name] = tensor
-            size = size + tensor.nbytes
-            total = total + tensor.nbytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
+            size += tensor.nbytes
+    return shards
+
+
+def _write_tensors(shards: list[dict[str, Tensor]], folder: Path) -> None:
+    """Write model.safetensors, or several files and their index."""
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
     if len(shards) > 1:
-        _write_json(
-            folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": total}, "weight_map": weight_map},
-        )
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _write_tokenizer(tokenizer: BPETokenizer | ByteBPETokenizer, folder: Path) -> None:
-    """tokenizer.json, and beside it which special token has which role."""
+    """Write tokenizer.json, and beside it which special token has which role."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     roles = {
         f"{role}_token": names.get(getattr(tokenizer, f"{role}_token_id"))
         for role in ("bos", "eos", "pad")
     }
     tokenizer.save(folder)
-    _write_json(
-        folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | roles
-    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | roles
+    _write_json(folder / "tokenizer_config.json", settings)
+
+# %% ../../nbs/11b_pretrained.ipynb #c4cdd7fc
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder that takes the name `target` when the block ends, whole and on the disk.
+
+    `target` may be an empty folder. Where the block raises, nothing is left behind.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
+            sync(path)  # on the disk before the folder has its name
+        if target.exists():
+            target.rmdir()  # it is empty
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_target(folder: Path) -> None:
+    """ValueError or FileExistsError where `folder` cannot become a new folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(
+            f"{folder} holds something: choose another folder, or delete it first"
+        )
+    if folder.resolve() == Path.cwd():
+        raise ValueError(
+            f"folder={str(folder)!r} is the current folder, which cannot be replaced: "
+            "name one inside it"
+        )
+
+
+def _check_biases(model: DecoderModel) -> None:
+    """ValueError where a router has a bias: without it, tokens would go to other experts."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(OURS_ALONE) and buffer.any():
+            raise ValueError(
+                f"{name} is not zero, and no family has such a bias: "
+                "without it, tokens go to other experts"
+            )
+
+
+def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    if not isinstance(tokenizer, BPETokenizer | ByteBPETokenizer):
+        raise ValueError(
+            f"transformers cannot open a {type(tokenizer).__name__}: give a BPETokenizer, or None"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} entries, "
+            f"the model only vocab_size={vocab_size}"
+        )
 
 # %% ../../nbs/11b_pretrained.ipynb #29cd18eb
 def save_pretrained(
@@ -319,71 +378,34 @@ def save_pretrained(
 
     The family is the first that can express the model, or `model_type`. A shard has at most
     `max_shard_size` bytes. All tensors are written in the dtype of the embedding table. With a
-    `tokenizer`, its files and special tokens are written too. Raises ValueError where no family can
-    express the model, a number is not finite or the tokenizer does not fit, FileExistsError where
-    the folder holds something.
+    `tokenizer`, its files and special tokens are written too.
+
+    Raises ValueError where no family can express the model, a number is not finite or the tokenizer
+    does not fit, and FileExistsError where the folder holds something.
     """
     folder = Path(folder)
-    target = folder.resolve()  # where a link leads
-    if (
-        isinstance(max_shard_size, bool)
-        or not isinstance(max_shard_size, int)
-        or max_shard_size < 1
-    ):
-        raise ValueError(
-            f"max_shard_size={max_shard_size!r} must be a number of bytes, such as 5_000_000_000"
-        )
+    check_sizes(max_shard_size=max_shard_size)
     if not isinstance(model, DecoderModel):
         raise ValueError(
-            f"model is a {type(model).__name__}, expected a DecoderModel: take it out of its"
-            " wrapper"
+            f"model is a {type(model).__name__}, expected a DecoderModel: "
+            "take it out of its wrapper"
         )
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(
-            f"{folder} holds something: choose another folder, or delete it first"
-        )
-    if target == Path.cwd():
-        raise ValueError(
-            f"folder={str(folder)!r} is the current folder, which cannot be replaced: name one"
-            " inside it"
-        )
-    family, hf = write_config(model.config, model_type=model_type)
-    if biased := [
-        name for name, buffer in model.named_buffers() if name.endswith(OURS_ALONE) and buffer.any()
-    ]:
-        raise ValueError(
-            f"{biased[0]} is not zero, and no family has such a bias: without it, tokens go to"
-            " other experts"
-        )
-    if tokenizer is not None and not isinstance(tokenizer, BPETokenizer | ByteBPETokenizer):
-        raise ValueError(
-            f"transformers cannot open a {type(tokenizer).__name__}: give a BPETokenizer, or None"
-        )
-    if tokenizer is not None and tokenizer.vocab_size > hf["vocab_size"]:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries, the model only"
-            f" vocab_size={hf['vocab_size']}"
-        )
-    hf |= {
-        f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None)
-        for role in ("bos", "eos", "pad")
-    }
-    hf["torch_dtype"] = str(model.embedding.embed_tokens.weight.dtype).removeprefix("torch.")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        _write_tensors(model, family, temporary, max_shard_size)
-        _write_json(temporary / "config.json", hf)
+    _check_target(folder)
+    family, settings = write_config(model.config, model_type=model_type)
+    _check_biases(model)
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, settings["vocab_size"])
+
+    for role in ("bos", "eos", "pad"):
+        settings[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id", None)
+    dtype = model.embedding.embed_tokens.weight.dtype
+    settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+    with _new_folder(folder.resolve()) as temporary:  # resolve: where a link leads
+        _write_tensors(_in_shards(model, family, max_shard_size), temporary)
+        _write_json(temporary / "config.json", settings)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary)
         mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
-            path.chmod(mode)  # save_file lets nobody but the owner read
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())  # on the disk before it has its name
-        if target.exists():
-            target.rmdir()  # it is empty
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            path.chmod(mode)
     return folder
