@@ -19,6 +19,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from llm_course.checks import type_in_words
 from llm_course.model.config import ModelConfig
 from llm_course.model.embedding import RopeScaling
 from llm_course.training import config as config_module
@@ -391,7 +392,7 @@ def test_null_and_blank_texts_are_taken():
 
 
 def test_words_for_annotations():
-    words = config_module._in_words
+    words = type_in_words
     assert words(int | None) == "a whole number or null" and words(bool) == "true or false"
     assert (
         words(list[str] | str) == "a list of texts or a text"

@@ -190,6 +190,6 @@ def test_planted_cell():
     def page(source: str) -> dict:
         return {"cells": [{"cell_type": "code", "source": [source]}]}
 
-    assert len(cell_faults(page("#| export\n" + "x = 1\n" * CELL_LINES))) == 1
+    assert len(cell_faults(page("#| export\n" + "x = 1\n" * (CELL_LINES + 1)))) == 1
     assert cell_faults(page("x = 1\n" * 100)) == []
     assert cell_faults(page("#| export\nPRESETS = {\n" + "    1: 1,\n" * 100 + "}")) == []
