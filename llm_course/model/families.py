@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .decoder import ModelConfig
+from .config import ModelConfig
 from .embedding import RopeScaling
 
 # %% ../../nbs/11a_families.ipynb #9b81ab93
