@@ -16,14 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_course.checks import (
-    check_choice,
-    check_dtype,
-    check_numbers,
-    check_shape,
-    check_sizes,
-    in_range,
-)
+from ..checks import check_choice, check_dtype, check_numbers, check_shape, check_sizes
 from .kernels.moe import grouped_linear
 from .mlp import ACTIVATIONS, MLP, gated_activation
 
@@ -163,10 +156,6 @@ def router_z_loss(logits: Tensor) -> Tensor:
             "type: flatten the tokens first"
         )
     return _at_least_float32(logits).logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
-
-
-def _in_range(value: object, low: float, high: float) -> bool:  # moved
-    return in_range(value, f"[{low}, {high})")
 
 # %% ../../nbs/07a_moe.ipynb #709bb47a
 class Routing(NamedTuple):
