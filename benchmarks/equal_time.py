@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.optim import learning_rate_factor
 from llm_course.training.sources import load_config
 from llm_course.training.task import LanguageModelingTask
-from llm_course.training.optim import learning_rate_factor
 
 
 def size(layers: int, width: int, length: int) -> dict[str, str]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.measure import Row, plot_path, title
 from benchmarks.models import batch_of, loss_on, ours
-from llm_course.model.decoder import DecoderModel
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.model.generation import generate_tokens
 

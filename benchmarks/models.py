@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from llm_course.model.decoder import DecoderModel
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.pretrained import save_pretrained
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

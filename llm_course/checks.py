@@ -10,7 +10,6 @@ __all__ = ['check_sizes', 'in_range', 'range_in_words', 'check_numbers', 'check_
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from numbers import Integral, Real
 from types import EllipsisType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -34,7 +33,6 @@ def check_sizes(minimum: int = 1, /, **sizes: Any) -> tuple[int, ...]:
     return tuple(checked)
 
 # %% ../nbs/00b_checks.ipynb #f9992abb
-@cache
 def _ends(interval: str) -> tuple[float, float]:
     """The two ends of an interval such as "[0, 1)"."""
     low, high = interval[1:-1].split(",")
@@ -55,7 +53,6 @@ def in_range(value: Any, interval: str) -> bool:
     return above and below
 
 
-@cache
 def range_in_words(interval: str) -> str:
     """What a number in `interval` is: "[0, 1)" reads "at least 0 and below 1"."""
     low, high = (end.strip() for end in interval[1:-1].split(","))

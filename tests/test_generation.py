@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from llm_course.model.cache import KVCache
+from llm_course.model.cache import KVCache, LayerCache
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel, DecoderOutput
 from llm_course.model.generation import (
@@ -167,6 +167,21 @@ def test_cache_refuses_values_that_do_not_belong_to_the_keys():
     with pytest.raises(ValueError, match="another dtype needs a new KVCache"):
         cache.update(0, k.double(), k.double())
     assert cache.length == 3 and repr(cache) == "KVCache(max_length=9, length=3, layers=1)"
+
+
+def test_the_cache_of_one_layer_counts_what_it_holds():
+    layer = LayerCache(max_length=20, window=3)
+    assert (layer.length, layer.num_bytes) == (0, 0)
+    k = torch.randn(1, 1, 1, 2)
+    for _ in range(9):
+        layer.append(k, k)
+    assert layer.length == 9 and layer.num_bytes == 2 * 6 * 2 * 4
+    # positions 4 to 8 are held: 2W places, of which the last move kept the newest W - 1
+    assert (layer.kept_before(9), layer.kept_before(8), layer.kept_before(2)) == (5, 4, -2)
+    assert (layer.needed_before(9), layer.needed_before(1)) == (2, 1)
+    layer.truncate(8)
+    assert layer.length == 8
+    assert LayerCache(max_length=20).needed_before(9) == 0
 
 
 def test_a_refused_truncate_changes_nothing():

@@ -261,8 +261,9 @@ def _attend(
 
 # %% ../../nbs/05a_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
-    """All that attention asks of a cache: hand over the new keys and values, get back all so far.
-    Chapter 10's KVCache is one.
+    """All that attention asks of a cache: take the new keys and values, return all so far.
+
+    Chapter 10's `KVCache` is one.
     """
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

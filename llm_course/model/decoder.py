@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention import KeyValueCache, document_mask, padding_mask
 from llm_course.model.config import (
-    PRESETS,  # noqa: F401  # moved
     ModelConfig,  # documented place
 )
 from .cross_entropy import linear_cross_entropy

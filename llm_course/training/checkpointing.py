@@ -393,9 +393,9 @@ class CheckpointManager(CheckpointFolder):
     def save(self, state: dict[str, Any], *, step: int) -> Path:
         """Write `state` as the checkpoint of `step`, and remove those that need not stay.
 
-        Returns the folder. `state["metrics"]` decides which is best. TypeError where something cannot be stored;
-        OSError, with path and free space, where the disk refuses: what was there stays. ValueError
-        as `check_metrics`, after the writing and before any removal.
+        Returns the folder. `state["metrics"]` decides which is best. TypeError where something
+        cannot be stored; OSError, with path and free space, where the disk refuses: what was
+        there stays. ValueError as `check_metrics`, after writing and before any removal.
         """
         if step < 0 or not isinstance(state.get("model"), dict):
             raise ValueError(

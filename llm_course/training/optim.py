@@ -54,6 +54,16 @@ def _stacks(parameters: list[Tensor]) -> list[list[Tensor]]:
     return stacks
 
 
+def _nesterov(parameter: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
+    """The gradient after momentum, looking one step ahead; updates the buffer in `state`."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+    return gradient.lerp(buffer, momentum)
+
+
 def _fused_adamw(
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -138,13 +148,7 @@ class Muon(Optimizer):
         for alike in _stacks(parameters):
             nesterov = []
             for parameter in alike:
-                gradient = parameter.grad
-                state = self.state[parameter]
-                assert gradient is not None
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(gradient)
-                buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-                nesterov.append(gradient.lerp(buffer, momentum))
+                nesterov.append(_nesterov(parameter, self.state[parameter], momentum))
             if len(nesterov) > 1:
                 updates = newton_schulz(torch.stack(nesterov), dtype=self.dtype)
             else:
