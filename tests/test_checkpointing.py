@@ -304,7 +304,7 @@ def test_case_5_a_pickle_in_the_place_of_a_file_is_refused_and_never_opened(tmp_
         manifest = json.loads((new / "manifest.json").read_text())
         manifest["files"][name] = {
             "size": (new / name).stat().st_size,
-            "sha256": checkpointing._sha256(new / name),
+            "sha256": checkpointing.sha256_of(new / name),
         }
         (new / "manifest.json").write_text(json.dumps(manifest))
         verify(new)
@@ -525,7 +525,7 @@ def test_case_8_retention_under_random_sequences(
             there.pop(newest)
             cut.add(newest)
             continue
-        with patch.object(checkpointing, "_sync"):  # nobody pulls the plug here
+        with patch.object(checkpointing, "sync"):  # nobody pulls the plug here
             ours.save(
                 numbered(step) | {"metrics": {} if metric is None else {"loss": metric}}, step=step
             )
@@ -594,10 +594,10 @@ def test_a_save_reads_back_what_it_has_written_and_no_more(tmp_path, monkeypatch
     """
     now = time.time_ns  # files that are as young as a tick of the clock would be read again
     monkeypatch.setattr(time, "time_ns", lambda: now() + 10**9)
-    real = checkpointing._sha256
+    real = checkpointing.sha256_of
     read = []
     monkeypatch.setattr(
-        checkpointing, "_sha256", lambda path: read.append(path.parent.name[-1]) or real(path)
+        checkpointing, "sha256_of", lambda path: read.append(path.parent.name[-1]) or real(path)
     )
 
     def read_by_saving(manager: CheckpointManager, step: int) -> str:
@@ -745,7 +745,7 @@ def test_a_state_that_makes_no_sense_is_an_error_of_ours(tmp_path, text):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["state.json"] = {
         "size": len(text),
-        "sha256": checkpointing._sha256(path / "state.json"),
+        "sha256": checkpointing.sha256_of(path / "state.json"),
     }
     (path / "manifest.json").write_text(json.dumps(manifest))
     if text == "{}":
@@ -975,7 +975,7 @@ def command(folder: Path, signal_at: tuple[str, int] = ("never", 0), **words: An
         Watched.signal_at = signal_at
         with (
             patch.dict("llm_course.training.train.AVAILABLE_TASKS", regression=Watched),
-            patch("llm_course.training.train.matmul_flops", return_value=1e9),
+            patch("llm_course.training.run.matmul_flops", return_value=1e9),
             patch("llm_course.training.callbacks.plot_losses"),
         ):
             return main(

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llm_course.commands import estimate
+from llm_course.commands.estimate import estimate_command
 from llm_course.hardware import cpu_multiplies_bf16, matmul_flops
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
@@ -24,8 +26,6 @@ from llm_course.training.monitoring import (
     PerformanceMonitor,
     RandomTokens,
     StepCost,
-    doctor_command,
-    estimate_command,
     estimate_run,
     measure_step,
     peak_memory_bytes,
@@ -219,7 +219,7 @@ def test_estimate_prints_small_numbers_in_small_units(capsys, monkeypatch, size,
         steps=3,
         validation_steps=1.0,
     )
-    monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
+    monkeypatch.setattr(estimate, "estimate_run", lambda config: cost)
     assert estimate_command([]) == 0
     lines = dict(
         (line[:16].rstrip(), line[16:36].strip()) for line in capsys.readouterr().out.splitlines()
@@ -242,13 +242,13 @@ def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):
         steps=4,
         validation_steps=1.0,
     )
-    monkeypatch.setattr(monitoring, "estimate_run", lambda config: cost)
+    monkeypatch.setattr(estimate, "estimate_run", lambda config: cost)
     for device, words in (
         ("cuda", "tensors on the accelerator alone"),
         ("cpu", "with what PyTorch itself takes"),
     ):
         monkeypatch.setattr(
-            monitoring, "resolve_device", lambda _, device=device: torch.device(device)
+            estimate, "resolve_device", lambda _, device=device: torch.device(device)
         )
         assert estimate_command([]) == 0
         assert f"1.00 GB   measured at its peak, {words}" in capsys.readouterr().out
@@ -438,57 +438,3 @@ def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path,
         cost.seconds == pytest.approx(7 + 0.5 * (cost.steps + cost.validation_steps))
         and cost.process_bytes == 10**9
     )
-
-
-def test_doctor_says_that_the_cpu_agrees_with_itself(capsys, monkeypatch):
-    # the compiler takes ten seconds
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
-    assert doctor_command(["--device", "cpu"]) == 0
-    out = capsys.readouterr().out
-    assert torch.__version__ in out and "50 GFLOP/s" in out and "sound" in out
-
-
-def test_doctor_finds_a_compiler_that_computes_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
-    monkeypatch.setattr(torch, "compile", lambda function: lambda x: function(x) * 1.01)
-    assert doctor_command(["--device", "cpu"]) == 1
-    assert "gives WRONG numbers" in capsys.readouterr().out
-
-
-def test_doctor_finds_wrong_attention(capsys, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    calls = []
-
-    def broken(*args, **options):  # from the second model on
-        calls.append(1)
-        return attention(*args, **options) * (1.0 if len(calls) <= 4 else 1.01)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", broken)
-    assert doctor_command(["--device", "cpu"]) == 1
-    assert "cpu does not compute what the CPU computes" in capsys.readouterr().out
-
-
-def test_doctor_finds_a_device_that_computes_wrong(capsys, monkeypatch):
-    monkeypatch.setattr(monitoring, "matmul_flops", lambda *a, **k: 5e10)
-
-    def broken(function):
-        raise RuntimeError("no compiler here\nand more")
-
-    def wrong(device):
-        import warnings
-
-        warnings.warn("cpu does not compute what the CPU computes", RuntimeWarning, stacklevel=2)
-        return {"logits": 0.5}
-
-    monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(monitoring, "check_device", wrong)
-    assert doctor_command(["--device", "cpu"]) == 1
-    out = capsys.readouterr().out
-    assert (
-        "does not work here, leave training.compile out: no compiler here" in out
-        and "does not compute" in out
-    )
-    assert "and more" not in out

@@ -6,10 +6,8 @@
 __all__ = ['split_tensors', 'join_tensors', 'verify', 'load_checkpoint', 'CheckpointFolder', 'CheckpointManager', 'Checkpointer']
 
 # %% ../../nbs/18a_checkpointing.ipynb #86f6cf0d
-import hashlib
 import json
 import math
-import os
 import re
 import secrets
 import shutil
@@ -27,6 +25,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from ..checks import check_choice, check_sizes
+from ..files import sha256_of, sync
 from .engine import Callback, TrainingEngine
 from .logging import Logger
 
@@ -167,12 +166,7 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 def _hashed_together(paths: Iterable[Path]) -> list[tuple[Path, Future[str]]]:
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run: a core for each file
-        return [(path, pool.submit(_sha256, path)) for path in paths]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return [(path, pool.submit(sha256_of, path)) for path in paths]
 
 # %% ../../nbs/18a_checkpointing.ipynb #918775fb
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -201,17 +195,6 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} fits its manifest but holds no state of a run ({error!r})"
         ) from None
-
-# %% ../../nbs/18a_checkpointing.ipynb #a0ca7ab8
-def _sync(path: Path) -> None:
-    """Force a file or folder to the disk (folders cannot be opened on Windows)."""
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 # %% ../../nbs/18a_checkpointing.ipynb #44fa5186
 def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
@@ -247,7 +230,7 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*folder.iterdir(), folder]:  # 2: bytes and names reach the disk
-        _sync(path)
+        sync(path)
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
@@ -259,7 +242,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
         (holder := final.parent / f".former_{secrets.token_hex(8)}").mkdir()
         final.rename(holder / final.name)
     temporary.rename(final)  # 1: whole or not at all
-    _sync(final.parent)  # 2
+    sync(final.parent)  # 2
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ import functools
 import glob
 import os
 import re
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -24,6 +23,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from ..checks import plain, type_in_words
+from ..files import write_text
 from .config import Config, reads_as_null
 
 # %% ../../nbs/12b_config_sources.ipynb #70340867
@@ -322,18 +322,11 @@ def save_config(config: Config, path: str | Path) -> None:
     ValueError where it is not valid.
     """
     _build(Config, asdict(config))
-    temporary = Path(path).with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(_to_yaml(config))
-            file.flush()
-            os.fsync(file.fileno())  # the name must not reach the disk before the text
-        temporary.replace(path)
+        write_text(path, _to_yaml(config))
     except OSError as error:
         error.filename = str(path)  # the name that was asked for
         raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Dumper(yaml.SafeDumper):
