@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 from torch.testing import assert_close
 
+from llm_course import hardware
 from llm_course.hardware import computes_in_bf16
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
@@ -23,9 +24,11 @@ from llm_course.text.data import SyntheticDataModule
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.optim import (
     Muon,
+    _stacks,
     build_optimizer,
     build_schedule,
     learning_rate_factor,
+    muon_dtype,
     newton_schulz,
 )
 from llm_course.training.task import (
@@ -34,8 +37,6 @@ from llm_course.training.task import (
     RegressionTask,
     StepOutput,
     TrainingTask,
-    _muon_dtype,
-    _stacks,
 )
 
 TINY = ModelConfig(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2)
@@ -577,22 +578,31 @@ def test_muon_goes_on_from_a_copy_bit_for_bit(way):
     }
 
 
-def test_dtype_follows_the_hardware(monkeypatch):
+@pytest.fixture
+def asked_again():
+    """The processor's answer, kept for the whole process, is forgotten before and after."""
+    hardware._ask_for_bf16.cache_clear()
+    yield
+    hardware._ask_for_bf16.cache_clear()
+
+
+def test_dtype_follows_the_hardware(monkeypatch, asked_again):
     for supported in ((True, False), (False, True), (False, False)):
+        hardware._ask_for_bf16.cache_clear()
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported[0])  # noqa: B023
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported[1])  # noqa: B023
         expected = torch.bfloat16 if any(supported) else torch.float32
-        assert _muon_dtype(torch.device("cpu")) == expected
+        assert muon_dtype(torch.device("cpu")) == expected
         assert (
             build_optimizer(nn.Linear(2, 2), OptimizationConfig(optimizer="muon")).dtype == expected
         )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    assert _muon_dtype(torch.device("cuda")) == torch.float32
+    assert muon_dtype(torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu", "meta"])
-def test_muon_and_the_precision_ask_the_same_question(monkeypatch, device, native):
+def test_muon_and_the_precision_ask_the_same_question(monkeypatch, asked_again, device, native):
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: native)
     monkeypatch.setattr(
@@ -601,7 +611,7 @@ def test_muon_and_the_precision_ask_the_same_question(monkeypatch, device, nativ
         lambda including_emulation=True: including_emulation or native,
     )
     expected = torch.bfloat16 if computes_in_bf16(torch.device(device)) else torch.float32
-    assert _muon_dtype(torch.device(device)) == expected
+    assert muon_dtype(torch.device(device)) == expected
     assert computes_in_bf16(torch.device(device)) is (native and device in ("cpu", "cuda"))
 
 
