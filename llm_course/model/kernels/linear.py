@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ...hardware import cpu_is_amd
+from ...hardware import constant_when_compiled, cpu_is_amd
 
 # %% ../../../nbs/04b_linear_kernels.ipynb #37862188
 @cache
@@ -20,7 +20,7 @@ def _ask_for_mkl_on_amd() -> bool:
     return cpu_is_amd() and torch.backends.mkl.is_available()
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def parts_pay() -> bool:
     """Whether MKL, by Intel, multiplies on AMD's processor: it is slow there with few rows."""
     return _ask_for_mkl_on_amd()
