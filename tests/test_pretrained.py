@@ -8,9 +8,11 @@ import ctypes
 import gc
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `transformers` is imported
@@ -663,7 +665,7 @@ def test_numbers_that_are_not_finite_are_found_without_a_copy(
             continue
         with pytest.raises(
             ValueError,
-            match=f"{name.removeprefix('model.')} has numbers that are not finite as {dtype}",
+            match=f"^{name} has numbers that are not finite as {dtype}",
         ):
             load_pretrained(spoiled)
     # isfinite of a whole tensor makes several of its size, and took half the loading time
@@ -771,6 +773,76 @@ def test_settings_are_refused_by_name(words, published):
     with pytest.raises(ValueError) as error:
         read_config({name: value for name, value in hf.items() if value is not ...})
     assert words in str(error.value)
+
+
+HARMLESS = {
+    "use_mrope": ("qwen2", False),
+    "_num_labels": ("llama", 2),
+    "transformers.js_config": ("llama", {"kv_cache_dtype": {"fp16": "float16"}}),
+}
+
+
+@pytest.mark.parametrize("key", HARMLESS)
+def test_keys_that_change_nothing_are_read(key, published):
+    variant, value = HARMLESS[key]
+    hf = json.loads((published(variant)[1] / "config.json").read_text())
+    assert read_config(hf | {key: value}) == read_config(hf)
+    with pytest.raises(ValueError, match="use_mrope=True is not supported, only False"):
+        read_config(hf | dict(use_mrope=True))
+
+
+@pytest.mark.parametrize("model_type, head_dim", [("qwen3", 128), ("gemma2", 256)])
+def test_an_absent_head_dim_is_the_default_of_the_family(model_type, head_dim, published):
+    hf = json.loads((published(model_type)[1] / "config.json").read_text())
+    del hf["head_dim"]
+    assert AutoConfig.for_model(**hf).head_dim == head_dim
+    assert read_config(hf)[1].head_dim == head_dim
+
+
+def test_an_error_has_the_name_of_the_files_key(published):
+    cases = {
+        "hidden_act": ("llama", dict(hidden_act="gelu_fast"), "activation='gelu_fast'"),
+        "hidden_activation": ("gemma2", dict(hidden_activation="x"), "activation='x'"),
+        "activation_function": ("gpt2", dict(activation_function="x"), "activation='x'"),
+        "n_embd": ("gpt2", dict(n_embd="32"), "hidden_size='32'"),
+        "num_attention_heads": ("llama", dict(num_attention_heads=0), "num_heads=0"),
+        "moe_intermediate_size": (
+            "qwen3-moe",
+            dict(moe_intermediate_size=0),
+            "intermediate_size=0",
+        ),
+    }
+    for key, (variant, change, ours) in cases.items():
+        hf = json.loads((published(variant)[1] / "config.json").read_text())
+        with pytest.raises(ValueError) as error:
+            read_config(hf | change)
+        setting = ours.partition("=")[0]
+        assert f": {ours} must be " in str(error.value)
+        assert str(error.value).endswith(f"; {setting} is {key} in the file")
+
+
+def test_an_error_has_the_name_of_the_files_tensor(published, tmp_path):
+    for variant, name in (
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("gpt2", "transformer.h.1.mlp.c_fc.weight"),
+    ):
+        folder = published(variant)[1]
+        lacking = rewrite(
+            folder, tmp_path / variant, lambda s, name=name: {k: s[k] for k in s if k != name}
+        )
+        with pytest.raises(ValueError, match=f": {name} is missing"):
+            load_pretrained(lacking)
+        broken = rewrite(
+            folder,
+            tmp_path / f"{variant}-nan",
+            lambda s, name=name: s | {name: s[name] * torch.nan},
+        )
+        with pytest.raises(ValueError, match=f"^{name} has numbers that are not finite"):
+            load_pretrained(broken)
+    model = tiny()
+    model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="^model.layers.1.mlp.up_proj.weight has numbers"):
+        save_pretrained(model, tmp_path / "x")
 
 
 def test_what_is_said_twice_alike_is_read(published):
@@ -937,6 +1009,140 @@ def test_a_model_that_no_family_has(words, tmp_path):
     with pytest.raises(ValueError, match="no family can express this model") as error:
         save_pretrained(model, tmp_path / "x")
     assert words in str(error.value) and not (tmp_path / "x").exists()
+
+
+def random_config(seed):
+    """A small model near some family: what all its models share, with any other setting changed."""
+    pick = random.Random(seed).choice
+    while True:
+        family = FAMILIES[pick(sorted(FAMILIES))]
+        layers = pick([1, 3])
+        C = pick([16, 24, 50])
+        gemma = dict(embedding_scale=C**0.5, activation="gelu_tanh", use_glu=True)
+        window = pick([None, None, 1, 4, 300])
+        types = [pick(["sliding_attention", "full_attention"]) for _ in range(layers)]
+        yarn = RopeScaling(rope_type="yarn", factor=2.5, original_max_position_embeddings=8)
+        usual = dict(
+            vocab_size=pick([1, 97]),
+            hidden_size=C,
+            num_layers=layers,
+            num_heads=pick([1, 2, 4, 6]),
+            head_dim=pick([None, 2, 8, 14]),
+            num_kv_heads=pick([None, 1, 2]),
+            intermediate_size=pick([None, 1, 24]),
+            max_position_embeddings=pick([8, 32]),
+            rope_scaling=pick([None, None, RopeScaling(rope_type="linear", factor=2), yarn]),
+            rms_norm_eps=pick([1e-6, 1e-3]),
+            attention_bias=pick([False, False, True]),
+            sliding_window=window,
+            layer_types=types if window and pick([True, False]) else None,
+            activation=pick([None, None, "relu", "gelu"]),
+            num_experts=pick([1, 4, 5]),
+            top_k=pick([1, 2]),
+            norm_topk_prob=pick([True, False]),
+            tie_word_embeddings=pick([True, False]),
+            dropout=pick([0.0, 0.1]),
+            initializer_range=pick([0.02, 0.02, 0.02, 2.0]),
+            attn_logit_softcapping=pick([None, None, None, 2.0]),
+            attention_scale=pick([None, None, None, 7**-0.5]),
+        )
+        is_gemma = family.fixed.get("norm_position") == "sandwich"
+        settings = usual | dict(family.fixed) | (gemma if is_gemma else {})
+        if settings.get("position_type") == "learned":
+            settings |= dict(rope_scaling=None, head_dim=None, num_kv_heads=None)
+        try:
+            return ModelConfig(**settings)
+        except ValueError:
+            continue  # settings that don't go together: draw again
+
+
+def noisy(config, seed=0):
+    torch.manual_seed(seed)
+    model = DecoderModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def reopened(folder):
+    # eager experts: the others need widths that are multiples of 16 bytes
+    options = dict(attn_implementation="eager", experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def test_any_model_opens_elsewhere_or_is_refused_before_anything_is_written(tmp_path):
+    found = Counter()
+    for seed in range(160):
+        model = noisy(random_config(seed), seed)
+        config = model.config
+        folder = tmp_path / str(seed)
+        try:
+            save_pretrained(model, folder)
+        except ValueError as error:
+            assert str(error).startswith("no family can express this model: ") and error.args
+            assert not folder.exists()
+            found["refused"] += 1
+            continue
+        theirs = reopened(folder)
+        ids = torch.randint(0, config.vocab_size, (2, config.max_position_embeddings))
+        largest = model(ids).logits.abs().max().item()
+        assert difference(model, theirs, ids) <= 1e-5 * max(1.0, largest), (seed, config)
+        found[theirs.config.model_type] += 1
+    assert found.keys() == {"refused", *FAMILIES} and found["refused"] < 100
+
+
+OTHERS_CANNOT = {
+    "llama opens no such heads": (dict(hidden_size=50, num_heads=6, head_dim=14), "mistral"),
+    "one expert, unused": (dict(num_experts=1), "llama"),
+    "no width for the heads": (dict(hidden_size=6, num_heads=4, head_dim=4), "mistral"),
+    "an odd width": (dict(hidden_size=15, num_heads=5, head_dim=4, qk_norm=True), "qwen3"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS_CANNOT)
+def test_a_family_that_cannot_does_not_stop_the_next(case, tmp_path):
+    changes, model_type = OTHERS_CANNOT[case]
+    usual = dict(vocab_size=97, hidden_size=16, num_layers=2, num_heads=4)
+    model = noisy(ModelConfig(**usual | changes))
+    theirs = reopened(save_pretrained(model, tmp_path / "x"))
+    assert theirs.config.model_type == model_type and difference(model, theirs) < 1e-5
+
+
+def test_every_near_family_says_why_not(tmp_path):
+    wide = dict(vocab_size=11, hidden_size=50, num_layers=1, num_heads=6, head_dim=14)
+    with pytest.raises(ValueError) as error:
+        save_pretrained(DecoderModel(ModelConfig(**wide, mlp_bias=True)), tmp_path / "x")
+    assert str(error.value) == (
+        "no family can express this model: llama lacks hidden_size=50 with num_heads=6 "
+        "(transformers wants a multiple); mistral lacks mlp_bias=True"
+    )
+    with pytest.raises(ValueError, match="^gpt2 cannot .* gpt2 lacks .*head_dim=14"):
+        write_config(ModelConfig(**wide), model_type="gpt2")
+    with pytest.raises(ValueError, match=r"llama lacks initializer_range=2.0 \(transformers"):
+        write_config(
+            ModelConfig(**wide | dict(hidden_size=48), initializer_range=2.0), model_type="llama"
+        )
+    with pytest.raises(ValueError, match="gemma2 lacks attention_scale=3.0"):
+        gemma = dict(norm_position="sandwich", embedding_scale=16**0.5, activation="gelu_tanh")
+        write_config(tiny(**gemma, attention_scale=3.0).config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gemma_without_a_window(tmp_path):
+    gemma = dict(norm_position="sandwich", embedding_scale=16**0.5, activation="gelu_tanh")
+    model = noisy(tiny(**gemma).config)
+    folder = save_pretrained(model, tmp_path / "x")
+    described = json.loads((folder / "config.json").read_text())
+    assert described["model_type"] == "gemma2" and described["sliding_window"] == 4096
+    assert described["layer_types"] == ["full_attention"] * 2
+    theirs = reopened(folder)
+    assert difference(model, theirs) < 1e-5
+    ones = torch.ones(2, 11, dtype=torch.int64)
+    expected = theirs.generate(
+        IDS[:, :11], attention_mask=ones, max_new_tokens=9, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(generate(load_pretrained(folder), IDS[:, :11], max_new_tokens=9), expected)
 
 
 @settings(max_examples=25, deadline=None)
@@ -1137,7 +1343,7 @@ def test_wrong_things_are_not_saved(tmp_path):
         broken.layers[1].mlp.up_proj.weight.data[3, 5] = value
         with pytest.raises(
             ValueError,
-            match=r"layers.1.mlp.up_proj.weight has numbers that are not finite as torch.float32",
+            match=r"^model.layers.1.mlp.up_proj.weight has numbers that are not finite as torch",
         ):
             save_pretrained(broken, tmp_path / "x")
     for size in (0, -5, True, float("nan"), 1e9, "5GB", None):

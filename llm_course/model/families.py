@@ -7,7 +7,9 @@ __all__ = ['CHANGES', 'OURS_ALONE', 'VALUES', 'GPT2', 'LLAMA', 'MISTRAL', 'QWEN2
            'FAMILIES', 'Change', 'Rule', 'rules', 'tensor_rules', 'Key', 'Family', 'read_config', 'write_config']
 
 # %% ../../nbs/11a_families.ipynb #ce70c212
+import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -129,9 +131,10 @@ VALUES = {  # read gets the value and the whole config.json
         {ours: theirs for theirs, ours in _ACTIVATION_NAMES.items()}.get,
     ),
     "root": Change(lambda x, hf: x**0.5, lambda x: round(x**2)),
-    "inverse_square": Change(lambda x, hf: x**-0.5, lambda x: round(x**-2)),
+    "inverse_square": Change(lambda x, hf: x**-0.5, lambda x: max(round(x**-2), 1)),
     "or_four_times": Change(lambda x, hf: x or 4 * hf["n_embd"], lambda x: x),
     "if_used": Change(lambda x, hf: x if hf.get("use_sliding_window") else None, lambda x: x),
+    "or_unused": Change(lambda x, hf: x, lambda x: x or 4096),
     "late_layers": Change(
         lambda x, hf: _windows(
             x,
@@ -163,6 +166,8 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     # keys with the values that we can compute
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # what transformers does not open: in words, with our settings in braces, and when it is so
+    refused: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
     harmless: tuple[str, ...] = ()  # further keys, which change nothing that we compute
     # the first that fits is used; one for a tensor that a model lacks is not
     tensors: tuple[Rule, ...]
@@ -170,8 +175,13 @@ class Family:
     # ends of the names of tensors that can be computed
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
+    def stored(self, name: str) -> str:
+        """The name of a tensor in a file: with the prefix, but for the output layer."""
+        return name if name == "lm_head.weight" else self.prefix + name
+
 
 _REQUIRED: dict[str, tuple[Any, ...]] = dict(  # of any family
+    use_mrope=(False, None),
     partial_rotary_factor=(1.0, None),
     rope_interleaved=(False,),
     add_cross_attention=(False,),
@@ -183,6 +193,7 @@ _HARMLESS = """
     pad_token_id unk_token_id attention_dropout router_aux_loss_coef output_router_logits
     output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
     problem_type task_specific_params max_length max_sequence_length do_sample temperature top_p
+    transformers.js_config _num_labels
     """.split()
 
 # %% ../../nbs/11a_families.ipynb #ab7d8ac7
@@ -271,6 +282,16 @@ _KEYS = {name: Key(name) for name in _SIZES} | dict(
 )
 _HEAD = dict(head_dim=Key("head_dim", None))
 _BIAS = dict(attention_bias=Key("attention_bias", False))
+_UNEVEN_HEADS: dict[str, Callable[[ModelConfig], Any]] = {
+    "hidden_size={hidden_size} with num_heads={num_heads} (transformers wants a multiple)": (
+        lambda config: config.hidden_size % config.num_heads
+    )
+}
+_LARGE_START: dict[str, Callable[[ModelConfig], Any]] = {
+    "initializer_range={initializer_range} (transformers allows 1 at most)": lambda config: (
+        config.initializer_range > 1
+    )
+}
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -278,6 +299,7 @@ LLAMA = Family(
     | _HEAD
     | _BIAS
     | dict(num_kv_heads=Key("num_key_value_heads", None), mlp_bias=Key("mlp_bias", False)),
+    refused=_UNEVEN_HEADS | _LARGE_START,
     tensors=rules(
         {"embed_tokens.weight": "embedding.embed_tokens.weight"}
         | {name: name for name in ("norm.weight", "lm_head.weight")}
@@ -302,10 +324,14 @@ _LATE = _SWITCHED | dict(layer_types=Key("layer_types", None, "late_layers"))
 # VALUES reads it and max_window_layers beside the keys themselves
 _SWITCH = dict(use_sliding_window=(False, True, None))
 MISTRAL = replace(
-    LLAMA, model_type="mistral", architecture="MistralForCausalLM", keys=_KEYS | _HEAD | _WINDOW
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    keys=_KEYS | _HEAD | _WINDOW,
+    refused={},
 )
 QWEN2 = replace(
-    LLAMA,
+    MISTRAL,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     keys=_KEYS | _LATE,
@@ -314,16 +340,16 @@ QWEN2 = replace(
     fixed=dict(attention_bias=True, attention_out_bias=False),
 )
 QWEN3 = replace(
-    LLAMA,
+    MISTRAL,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    keys=_KEYS | _BIAS | _LATE | dict(head_dim=Key("head_dim")),
+    keys=_KEYS | _BIAS | _LATE | dict(head_dim=Key("head_dim", 128)),
     required=_SWITCH,
     harmless=("max_window_layers",),
     fixed=dict(qk_norm=True),
 )
 MIXTRAL = replace(
-    LLAMA,
+    MISTRAL,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fixed=dict(use_moe=True, norm_topk_prob=True),
@@ -341,7 +367,7 @@ MIXTRAL = replace(
 
 # %% ../../nbs/11a_families.ipynb #3a83d4a2
 QWEN3_MOE = replace(
-    LLAMA,
+    MISTRAL,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fixed=dict(use_moe=True, qk_norm=True),
@@ -365,11 +391,12 @@ GEMMA2 = replace(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     fixed=dict(norm_position="sandwich"),
+    refused=_UNEVEN_HEADS,
     keys=_KEYS
     | _BIAS
-    | _WINDOW
     | dict(
-        head_dim=Key("head_dim"),
+        sliding_window=Key("sliding_window", 4096, "or_unused"),
+        head_dim=Key("head_dim", 256),
         activation=Key("hidden_activation", "gelu_pytorch_tanh", "activation"),
         embedding_scale=Key("hidden_size", change="root"),
         attention_scale=Key("query_pre_attn_scalar", change="inverse_square"),
@@ -473,6 +500,32 @@ def _stated(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list
     return settings, faults
 
 
+def _settings(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """All settings that a config.json of this family decides; ValueError names what is wrong."""
+    hf = _plain_rope(hf)
+    stated, missing = _stated(hf, family)
+    try:
+        if faults := _strange_keys(hf, family) + missing:
+            raise ValueError("; ".join(faults))
+        settings = {
+            name: VALUES[family.keys[name].change].read(value, hf) for name, value in stated.items()
+        }
+    # ArithmeticError: 0**-0.5, or an integer too long for a float
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"config.json of a {family.model_type}: {error}") from None
+    return settings | dict(family.fixed)
+
+
+def _their_names(message: str, family: Family) -> str:
+    """What the file calls the settings in `message`, where it has other names for them."""
+    names = {
+        setting: key.name.replace("|", " or ")
+        for setting, key in family.keys.items()
+        if setting != key.name and re.search(rf"\b{setting}=", message)
+    }
+    return "".join(f"; {ours} is {theirs} in the file" for ours, theirs in names.items())
+
+
 def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     """The family and the settings that a config.json describes.
 
@@ -485,19 +538,13 @@ def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
             f"model_type={hf.get('model_type')!r} is none of {', '.join(FAMILIES)}: "
             "add a Family to FAMILIES"
         )
-    hf = _plain_rope(hf)
-    settings, missing = _stated(hf, family)
+    settings = _settings(hf, family)
     try:
-        if faults := _strange_keys(hf, family) + missing:
-            raise ValueError("; ".join(faults))
-        settings = {
-            name: VALUES[family.keys[name].change].read(value, hf)
-            for name, value in settings.items()
-        }
-        return family, ModelConfig(**settings, **family.fixed)
-    # ArithmeticError: 0**-0.5, or an integer too long for a float
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"config.json of a {family.model_type}: {error}") from None
+        return family, ModelConfig(**settings)
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"config.json of a {family.model_type}: {error}{_their_names(str(error), family)}"
+        ) from None
 
 # %% ../../nbs/11a_families.ipynb #072445b0
 def _facts(config: ModelConfig) -> dict[str, Any]:
@@ -519,7 +566,7 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
         head_dim=config.resolved_head_dim,
         intermediate_size=config.resolved_intermediate_size,
         activation=config.activation or ("silu" if config.use_glu else "gelu_tanh"),
-        attention_scale=config.attention_scale or config.resolved_head_dim**-0.5,
+        attention_scale=config.attention_scale or max(config.resolved_head_dim, 1) ** -0.5,
         attention_out_bias=config.attention_bias if out_bias is None else out_bias,
         sliding_window=config.sliding_window if any(windows) else None,
         layer_types=["sliding_attention" if window else "full_attention" for window in windows],
@@ -540,32 +587,45 @@ def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     return hf
 
 
+def _lost(config: ModelConfig, family: Family, hf: Mapping[str, Any]) -> list[str]:
+    """What of `config` its file `hf` does not give back, and what transformers does not open."""
+    back = copy(config)
+    defaults = {field.name: field.default for field in fields(config)}
+    # past the checks of ModelConfig: what is lost may leave settings that don't go together
+    vars(back).update(defaults | _settings(hf, family))
+    found = _facts(back)
+    lost = [
+        f"{name}={value!r}" for name, value in _facts(config).items() if value != found.get(name)
+    ]
+    wrong = [words for words, applies in family.refused.items() if applies(config)]
+    return lost + [words.format(**vars(config)) for words in wrong]
+
+# %% ../../nbs/11a_families.ipynb #6c302702
 def write_config(
     config: ModelConfig, *, model_type: str | None = None
 ) -> tuple[Family, dict[str, Any]]:
     """A family that can express `config`, and its config.json.
 
-    The family is the first whose file reads back as `config`, or `model_type`. Settings of training
-    are not written. Raises ValueError that names the settings which the nearest family cannot
-    express.
+    The family is the first whose file reads back as `config`, and which transformers opens, or
+    `model_type`. Settings of training are not written. Raises ValueError that names the settings
+    which the nearest families cannot express.
     """
     if model_type is not None and str(model_type) not in FAMILIES:
         raise ValueError(f"model_type={model_type!r} is none of {', '.join(FAMILIES)}")
     if config.vocab_size is None:
         raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
-    facts = _facts(config)
-    written = {}
     lost = {}
     for name in FAMILIES if model_type is None else [model_type]:
-        written[name] = _config_json(config, FAMILIES[name])
-        back = _facts(read_config(written[name])[1])
-        lost[name] = [
-            f"{setting}={value!r}" for setting, value in facts.items() if value != back.get(setting)
-        ]
-    nearest = min(lost, key=lambda name: len(lost[name]))
-    if lost[nearest]:
-        subject = "no family can" if model_type is None else f"{model_type} cannot"
-        raise ValueError(
-            f"{subject} express this model: {nearest} lacks {', '.join(lost[nearest])}"
-        )
-    return FAMILIES[nearest], written[nearest]
+        family = FAMILIES[name]
+        hf = _config_json(config, family)
+        lost[name] = _lost(config, family, hf)
+        if not lost[name]:
+            return family, hf
+    least = min(map(len, lost.values()))
+    reasons: dict[str, str] = {}  # each once, with the first of the nearest families that has it
+    for name, faults in lost.items():
+        if len(faults) == least:
+            reasons.setdefault(", ".join(faults), name)
+    why = "; ".join(f"{name} lacks {reason}" for reason, name in reasons.items())
+    subject = "no family can" if model_type is None else f"{model_type} cannot"
+    raise ValueError(f"{subject} express this model: {why}")

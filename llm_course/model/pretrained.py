@@ -125,7 +125,7 @@ def _check_tensors(
     """ValueError names the tensors that are missing, unexpected, no floats, or of another shape."""
     shapes = _expected_shapes(wanted, model)
     ignored = family.buffers + (("lm_head.weight",) if model.config.tie_word_embeddings else ())
-    faults = [f"{name} is missing" for name in shapes if name not in tensors]
+    faults = [f"{family.stored(name)} is missing" for name in shapes if name not in tensors]
     for name, (file, stored) in tensors.items():
         if name not in shapes:
             if not name.endswith(ignored):
@@ -208,7 +208,7 @@ def _read_state(
             state[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
             if not _is_finite(state[name]):
                 raise ValueError(
-                    f"{rule.theirs[0]} has numbers that are not finite as {kept}: "
+                    f"{tensors[rule.theirs[0]][1]} has numbers that are not finite as {kept}: "
                     "is the file damaged?"
                 )
 
@@ -271,7 +271,7 @@ def _in_shards(model: DecoderModel, family: Family, max_shard_size: int) -> list
     size = 0
     for rule in tensor_rules(family, model.config, ours):
         written = CHANGES[rule.change].write([ours[name] for name in rule.ours])
-        for name, tensor in zip(rule.theirs, written, strict=True):
+        for name, tensor in zip(map(family.stored, rule.theirs), written, strict=True):
             tensor = tensor.to("cpu", dtype).contiguous()
             if not _is_finite(tensor):
                 raise ValueError(
@@ -281,7 +281,7 @@ def _in_shards(model: DecoderModel, family: Family, max_shard_size: int) -> list
             if shards[-1] and size + tensor.nbytes > max_shard_size:
                 shards.append({})
                 size = 0
-            shards[-1][name if name == "lm_head.weight" else family.prefix + name] = tensor
+            shards[-1][name] = tensor
             size += tensor.nbytes
     return shards
 
