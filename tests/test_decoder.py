@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_cache import Cache
 from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -994,3 +995,192 @@ def test_an_accelerator_agrees(style):
     )
     for name, gradient in expected.items():
         assert_close(moved[name].cpu(), gradient, atol=1e-3, rtol=1e-3)
+
+
+# ---------------------------------------------------------------- hidden states
+
+
+@pytest.mark.parametrize("style", ["llama", "gemma2"])
+def test_hidden_states_are_those_of_transformers(style, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from llm_course.model.pretrained import save_pretrained
+
+    scale = dict(embedding_scale=32**0.5) if style == "gemma2" else {}
+    model = build(style, rope_scaling=None, **scale).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    folder = save_pretrained(model, tmp_path / "x")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ids = tokens(2, 20)
+    expected = theirs(ids, output_hidden_states=True).hidden_states
+    found = model(ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) == 3
+    for ours, state in zip(found, expected, strict=True):
+        assert_close(ours, state, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_hidden_states_on_request(style):
+    model = build(style).eval()
+    ids = tokens(2, 9)
+    plain = model(ids)
+    asked = model(ids, output_hidden_states=True)
+    assert plain.hidden_states is None and torch.equal(plain.logits, asked.logits)
+    assert [tuple(state.shape) for state in asked.hidden_states] == [(2, 9, 32)] * 3
+    assert torch.equal(asked.hidden_states[0], model.embedding(ids, torch.arange(9)))
+    cut = model(ids, output_hidden_states=True, logits_to_keep=1)
+    assert cut.logits.shape[1] == 1 and cut.hidden_states[-1].shape == (2, 9, 32)
+
+    model.train()
+    model.activation_checkpointing = True
+    labels = tokens(2, 9, seed=1)
+    trained = model(ids, labels=labels, output_hidden_states=True)
+    assert torch.equal(trained.loss_sum, model(ids, labels=labels).loss_sum)
+    trained.hidden_states[1].sum().backward()  # reaches the first block, and nothing after it
+    assert model.layers[0].self_attn.o_proj.weight.grad is not None
+    assert all(parameter.grad is None for parameter in model.layers[1].parameters())
+
+
+def test_hidden_states_cost_nothing_unless_asked_for():
+    calls = []
+    model = build().eval()
+    model.norm.register_forward_hook(lambda *args: calls.append(1))
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[-1] += 1
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for options in ({}, dict(output_hidden_states=False), dict(output_hidden_states=True)):
+        counts.append(0)
+        with Count(), torch.no_grad():
+            model(tokens(1, 5), **options)
+    assert counts[0] == counts[1] < counts[2] and len(calls) == 4
+
+
+# ---------------------------------------------------------------- layers in place of projections
+
+
+class LoRA(nn.Module):
+    """W x + B A x with a frozen W, and with no `weight` or `in_features` of its own."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) * 0.3)
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+def replace_linear(model, kind):
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, kind(module))
+
+
+def with_lora(model):
+    """A copy with LoRA on every linear layer, and nothing else to learn."""
+    model = copy.deepcopy(model).requires_grad_(False)
+    replace_linear(model, LoRA)
+    return model
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_lora_on_every_projection(style):
+    plain = build(style).eval()
+    lora = with_lora(plain)
+    ids = tokens(2, 12)
+    labels = tokens(2, 12, seed=1)
+    wrapped = {name for name, module in lora.named_modules() if isinstance(module, LoRA)}
+    assert {name.rpartition(".")[2] for name in wrapped} >= {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+    }
+    if style != "moe":  # its experts share one stacked tensor: there is no module to replace
+        assert {"layers.0.mlp.up_proj", "layers.1.mlp.down_proj"} <= wrapped
+    # at the start B is zero: the same model
+    assert torch.equal(lora(ids).logits, plain(ids).logits)
+    assert_close(lora(ids, labels=labels).loss_sum, plain(ids, labels=labels).loss_sum)
+
+    output = lora.train()(ids, labels=labels)
+    (output.loss_sum + output.aux_loss).backward()
+    learned = {name for name, p in lora.named_parameters() if p.grad is not None}
+    assert learned == {f"{name}.{part}" for name in wrapped for part in "ab"}
+    optimizer = torch.optim.SGD((p for p in lora.parameters() if p.requires_grad), lr=1e-2)
+    optimizer.step()
+    assert lora.eval()(ids, labels=labels).loss_sum < output.loss_sum
+    assert not torch.equal(lora(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_lora_generates_with_a_cache(style):
+    from llm_course.model.generation import generate
+
+    lora = with_lora(build(style)).eval()
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if name.endswith(".b"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    ids = tokens(2, 5)
+    expected = ids
+    for _ in range(12):  # without a cache
+        expected = torch.cat((expected, lora(expected).logits[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(generate(lora, ids, max_new_tokens=12), expected)
+
+
+def test_a_wrapped_head_keeps_its_tie(tmp_path):
+    lora = with_lora(build(tie_word_embeddings=True))
+    table = lora.embedding.embed_tokens.weight
+    assert lora.lm_head.base.weight is table
+    lora.load_state_dict(lora.state_dict())
+    lora.to(torch.float64)
+    assert lora.lm_head.base.weight is lora.embedding.embed_tokens.weight
+    assert [name for name, _ in lora.lm_head.named_parameters()] == ["a", "b", "base.weight"]
+    ids = tokens(2, 6)
+    assert lora(ids, labels=ids).loss_sum.dtype == torch.float64
+
+
+@pytest.mark.parametrize("options", [{}, dict(final_logit_softcapping=2.0, z_loss_coef=0.01)])
+def test_the_loss_of_a_wrapped_head(options):
+    plain = build(tie_word_embeddings=False, **options).train()
+    wrapped = copy.deepcopy(plain)
+    wrapped.lm_head = nn.Sequential(wrapped.lm_head)
+    ids = tokens(2, 12)
+    labels = tokens(2, 12, seed=1).index_fill(1, torch.tensor([3]), IGNORE_INDEX)
+    losses = [model(ids, labels=labels).loss_sum for model in (plain, wrapped)]
+    assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_close(plain.lm_head.weight.grad, wrapped.lm_head[0].weight.grad)
+    assert_close(plain.norm.weight.grad, wrapped.norm.weight.grad)
+
+
+class Int8Linear(nn.Module):
+    """W x with W as whole numbers and a scale for each row."""
+
+    def __init__(self, base):
+        super().__init__()
+        scale = base.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("numbers", (base.weight.detach() / scale).round().to(torch.int8))
+        self.bias = base.bias
+
+    def forward(self, x):
+        return F.linear(x, self.numbers * self.scale, self.bias)
+
+
+def test_quantised_layers_in_place_of_all_projections():
+    plain = build("gpt2").eval()
+    quantised = copy.deepcopy(plain)
+    replace_linear(quantised, Int8Linear)
+    ids = tokens(2, 12)
+    a, b = (model(ids).logits for model in (quantised, plain))
+    assert 0 < (a - b).abs().max() < 0.1 * b.std()
+    assert_close(
+        quantised(ids, labels=ids).loss_sum, plain(ids, labels=ids).loss_sum, rtol=0.02, atol=0
+    )

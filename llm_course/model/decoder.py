@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'DecoderOutput', 'check_inputs', 'build_embedding',
-           'build_rotary', 'block_context', 'run_blocks', 'update_router_biases', 'DecoderModel']
+           'build_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits', 'head_loss',
+           'update_router_biases', 'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,8 +61,12 @@ class TiedModel(nn.Module):
     embedding: EmbeddingLayer
     lm_head: Linear
 
+    def _is_tied(self) -> bool:
+        # a layer in the place of the head holds the table under a name of its own
+        return self.config.tie_word_embeddings and isinstance(self.lm_head, nn.Linear)
+
     def _tie(self) -> None:
-        if self.config.tie_word_embeddings:
+        if self._is_tied():
             self.lm_head.weight = self.embedding.embed_tokens.weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -71,7 +77,7 @@ class TiedModel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        if self.config.tie_word_embeddings and TABLE in state_dict:
+        if self._is_tied() and TABLE in state_dict:
             both = with_both_names(state_dict)  # refuses two different tensors
             state_dict = both if strict else state_dict
         result = super().load_state_dict(state_dict, strict, assign)
@@ -108,6 +114,8 @@ class DecoderOutput(NamedTuple):
     num_targets: Tensor | None = None  # scalar, int64: how many targets there are
     # (L, E), int64: the load of each expert in each of L layers
     tokens_per_expert: Tensor | None = None
+    # L + 1 times (B, T, C), on request: what each of L blocks reads, and the last norm's output
+    hidden_states: tuple[Tensor, ...] | None = None
 
 # %% ../../nbs/09c_decoder.ipynb #39e002d2
 def _check_ids(name: str, ids: Tensor | None, *shapes: tuple[int, ...]) -> None:
@@ -207,13 +215,17 @@ def run_blocks(
     *,
     cache: KeyValueCache | None,
     recompute: bool,
+    states: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[RouterStats]]:
     """The stream (B, T, C) after the last block, and the statistics of the layers with experts.
 
-    `recompute` keeps only the input of each block for backward.
+    `recompute` keeps only the input of each block for backward. `states` collects what each block
+    reads.
     """
     stats: list[RouterStats] = []
     for layer in layers:
+        if states is not None:
+            states.append(x)
         if recompute:
             x, routed = checkpoint(layer, x, use_reentrant=False, **context)
         else:
@@ -221,6 +233,42 @@ def run_blocks(
         if routed is not None:
             stats.append(routed)
     return x, stats
+
+# %% ../../nbs/09c_decoder.ipynb #f8f16ff8
+def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The sum of the layers' balancing losses, and their loads (L, E); 0 and None without any.
+
+    The sum is float32, on the device of the stream `x`.
+    """
+    aux_loss = sum((s.aux_loss for s in stats), start=x.new_zeros((), dtype=torch.float32))
+    return aux_loss, torch.stack([s.tokens_per_expert for s in stats]) if stats else None
+
+
+def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
+    """The logits (..., V) of the normalised stream `h` (..., C), with the soft cap of `config`."""
+    logits = head(h)
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def head_loss(
+    head: nn.Module, h: Tensor, labels: Tensor, config: ModelConfig, *, z_loss_coef: float
+) -> Tensor:
+    """The cross-entropy of these logits, summed over the targets, with its z-loss: a scalar.
+
+    A `head` that is no plain linear layer is called, and all its logits are in memory at once.
+    """
+    if isinstance(head, nn.Linear):
+        cap = config.final_logit_softcapping
+        return linear_cross_entropy(h, head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef)
+    logits = head_logits(head, h, config).flatten(0, -2)  # (N, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = labels.flatten().long()
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    if not z_loss_coef:
+        return loss
+    z_loss = logits.logsumexp(dim=-1).square().where(targets != IGNORE_INDEX, 0).sum()
+    return loss + z_loss_coef * z_loss
 
 # %% ../../nbs/09c_decoder.ipynb #6fe751a0
 def update_router_biases(
@@ -278,6 +326,7 @@ class DecoderModel(TiedModel):
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
         logits_to_keep: int | None = None,
+        output_hidden_states: bool = False,
     ) -> DecoderOutput:
         """Score the next token at each position, or with `labels` return the summed loss.
 
@@ -287,8 +336,9 @@ class DecoderModel(TiedModel):
         without a cache. `document_ids`, (B, T), keep attention inside each document of a packed
         row. With a `cache` the keys and values of earlier calls are seen too: S counts them, and
         `position_ids` must go on from there. `logits_to_keep=n` gives the logits of the last n
-        positions only. In training, `loss_sum` holds the z-loss too, and `aux_loss` the loss of the
-        further tokens. B may be 0. Raises ValueError for what does not fit, and for T = 0.
+        positions only, `output_hidden_states` the stream before each block and after the last norm.
+        In training, `loss_sum` holds the z-loss too, and `aux_loss` the loss of the further tokens.
+        B may be 0. Raises ValueError for what does not fit, and for T = 0.
         """
         given = (input_ids, position_ids, labels, document_ids, attention_mask)
         limit = self.config.max_position_embeddings
@@ -298,12 +348,15 @@ class DecoderModel(TiedModel):
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
         context = block_context(self.rotary, position_ids, attention_mask, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
-        x, stats = run_blocks(self.layers, x, context, cache=cache, recompute=recompute)
-        aux_loss = sum((s.aux_loss for s in stats), start=x.new_zeros((), dtype=torch.float32))
-        load = torch.stack([s.tokens_per_expert for s in stats]) if stats else None  # (L, E)
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        x, stats = run_blocks(
+            self.layers, x, context, cache=cache, recompute=recompute, states=states
+        )
+        hidden_states = None if states is None else (*states, self.norm(x))
+        aux_loss, load = router_totals(stats, x)
         if labels is None:
             logits = self._logits(x if logits_to_keep is None else x[:, -logits_to_keep:])
-            return DecoderOutput(logits, aux_loss, tokens_per_expert=load)
+            return DecoderOutput(logits, aux_loss, None, None, load, hidden_states)
         loss_sum = self._loss(x, labels)
         num_targets = (labels != IGNORE_INDEX).sum()
         if self.mtp and self.training:
@@ -312,19 +365,14 @@ class DecoderModel(TiedModel):
             further = further_loss(self.mtp, x, rows, embed, self._loss, **context)
             further = self.config.mtp_loss_coef / len(self.mtp) * further
             aux_loss = aux_loss + further / num_targets.clamp(min=1)
-        return DecoderOutput(None, aux_loss, loss_sum, num_targets, load)
+        return DecoderOutput(None, aux_loss, loss_sum, num_targets, load, hidden_states)
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = self.lm_head(self.norm(x))
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return head_logits(self.lm_head, self.norm(x), self.config)
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        cap = self.config.final_logit_softcapping
         z_loss_coef = self.config.z_loss_coef if self.training else 0.0
-        return linear_cross_entropy(
-            self.norm(x), self.lm_head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef
-        )
+        return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Balance the experts without a loss: call it after each step with its loads (L, E)."""
