@@ -17,6 +17,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbgrader.nbgraderformat import MetadataValidator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -211,9 +212,10 @@ def test_names_points_and_messages(exercise):
     assert [
         name for name in tests if not re.fullmatch(r"task\d+-[a-z0-9_]+-test(-[a-z0-9_]+)?", name)
     ] == []
-    assert all(cell.name for cell in cells if cell.is_code), (
-        "every code cell needs a grade_id; lock those that are given"
-    )
+    assert [cell.source for cell in cells if cell.is_code and not cell.name] in (
+        [],
+        ["# Measure here. This cell is not graded."],
+    ), "every code cell needs a grade_id, lock those that are given; but one to try things in"
     text = "\n".join(cell.source for cell in cells if not cell.is_code)
     for cell in graded:
         statements = (
@@ -236,6 +238,59 @@ def test_names_points_and_messages(exercise):
 @pytest.mark.parametrize("exercise", NAMES)
 def test_solution_passes_in_one_process(exercise):
     assert run(cells_of(exercise)) == {}
+
+
+def metadata_faults(notebook: nbformat.NotebookNode) -> list[str]:
+    """What nbgrader would stumble over: cells that are marked as nothing, twice, or without points.
+
+    It looks up the `grade_id` of every marked cell, yet a cell that is neither graded, nor to be
+    solved, nor locked loses its own: such a cell must carry no mark at all.
+    """
+    faults = []
+    seen = set()
+    for cell in notebook.cells:
+        marks = cell.metadata.get("nbgrader")
+        if marks is None:
+            continue
+        name = marks.get("grade_id")
+        given = (marks["grade"], marks["solution"], marks["locked"])
+        allowed = {
+            "code": {(False, False, True), (False, True, False), (True, False, True)},
+            "markdown": {(True, True, False)},
+        }[cell.cell_type]
+        if given not in allowed:
+            faults.append(f"{name}: grade, solution and locked are {given}")
+        if not name or name in seen:
+            faults.append(f"the grade_id {name!r} is empty or not unique")
+        if marks["grade"] != (marks.get("points", 0) > 0):
+            faults.append(f"{name}: a graded cell has points, and no other has")
+        seen.add(name)
+    return faults
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_metadata_is_what_nbgrader_accepts(path):
+    notebook = nbformat.read(path, as_version=4)
+    MetadataValidator().validate_nb(notebook)
+    assert metadata_faults(notebook) == []
+
+
+def test_planted_metadata():
+    def cell(name, *marks, **points):
+        grade, solution, locked = marks
+        keys = {"grade_id": name, "grade": grade, "solution": solution, "locked": locked}
+        return nbformat.v4.new_code_cell(metadata={"nbgrader": keys | points})
+
+    def faults(*cells):
+        return len(metadata_faults(nbformat.v4.new_notebook(cells=list(cells))))
+
+    good = cell("a", True, False, True, points=1)
+    assert faults(good, cell("b", False, True, False)) == 0
+    assert faults(cell("a", False, False, False)) == 1
+    assert faults(good, good) == 1
+    assert (
+        faults(cell("a", True, False, True)) == faults(cell("a", False, True, False, points=1)) == 1
+    )
 
 
 def names_in(source: str, context: type[ast.Load] | type[ast.Store]) -> set[str]:
