@@ -1,8 +1,9 @@
 """Hand out the exercises without their solutions, and grade what comes back.
 
     python scripts/exercises.py                       write exercises/NN_name.ipynb for every
-        nbs/exercises/NN_name.ipynb
+        solutions/NN_name.ipynb
     python scripts/exercises.py release 05_attention  only this one
+    python scripts/exercises.py student DIR           write pages, package and exercises to DIR
     python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb; print points,
         and what failed
 
@@ -25,6 +26,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +38,14 @@ from nbgrader.coursedir import CourseDirectory
 from traitlets.config import PyFileConfigLoader
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "nbs" / "exercises"
+SOURCES = ROOT / "solutions"
 RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
+
+FOR_STUDENTS = [
+    *["nbs", "llm_course", "configs", "README.md", "CONTRIBUTING.md", "LICENSE", "Makefile"],
+    *["pyproject.toml", "constraints.txt", "settings.ini"],
+]
 
 SETTINGS = """c = get_config()
 c.CourseDirectory.course_id = "llm_course"
@@ -131,6 +138,23 @@ def release(
         shutil.copyfile(made, target)
         written.append(target)
     return written
+
+
+def write_student(destination: Path) -> None:
+    """Write all that a student needs to an empty folder: pages, package, exercises."""
+    if destination.exists() and any(destination.iterdir()):
+        sys.exit(f"{destination} is not empty: name a new folder, or empty it first")
+    caches = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in FOR_STUDENTS:
+        source = ROOT / name
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=caches)
+        else:
+            shutil.copyfile(source, target)
+    with tempfile.TemporaryDirectory() as course:
+        release(find_exercises(), Path(course), destination / "exercises")
 
 
 def grade(submissions: Path, sources: list[Path], course: Path = COURSE) -> list[Score]:
@@ -266,6 +290,12 @@ def main(arguments: list[str] | None = None) -> None:
     to_release.add_argument(
         "--force", action="store_true", help="overwrite what was changed by hand, too"
     )
+    to_students = commands.add_parser(
+        "student", help="write a folder for students: pages, package, exercises, no solutions"
+    )
+    to_students.add_argument(
+        "folder", type=Path, metavar="DIR", help="a folder that is new, or empty"
+    )
     to_grade = commands.add_parser("grade", help="grade what students handed in")
     to_grade.add_argument(
         "submissions",
@@ -274,6 +304,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="holds a folder for each student, with notebooks in it",
     )
     options = parser.parse_args(arguments or ["release"])
+    if options.command == "student":
+        if str(options.folder) == ".":
+            sys.exit("name the folder to write: make student DIR=FOLDER")
+        write_student(options.folder)
+        print(f"{options.folder} holds the course for students, without solutions")
+        return
     if options.command == "grade":
         print_scores(grade(options.submissions, find_exercises()))
         return

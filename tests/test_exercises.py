@@ -1,7 +1,7 @@
 """The exercises grade the student: solutions pass, blanks fail, and each wrong answer is caught by
 a message that teaches.
 
-A graded notebook in nbs/exercises/ gives its cells names: `task3-mask` holds a solution,
+A graded notebook in solutions/ gives its cells names: `task3-mask` holds a solution,
 `task3-mask-test` its test, and more tests of it are called `task3-mask-test-NAME`. The wrong
 answers to NN_name.ipynb stand in wrong_answers/NN_name.md.
 """
@@ -402,6 +402,49 @@ def test_nbgrader_grades(tmp_path, capfd):
     failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
     assert failed.keys() == {cell.name for cell in tests}
     assert "IPKernelApp" not in output + errors
+
+
+def read_text(path: Path, *kinds: str) -> str:
+    """A file as text, a notebook as the sources of its cells of these kinds."""
+    if path.suffix != ".ipynb":
+        return path.read_text(encoding="utf-8")
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n".join(cell.source for cell in cells if cell.cell_type in kinds)
+
+
+@pytest.mark.filterwarnings("ignore:Object of type")
+def test_student_release_is_complete_and_gives_nothing_away(tmp_path):
+    """Every link leads somewhere, and no file holds a solution, a hidden test or a mark scheme."""
+    folder = tmp_path / "course"
+    exercises.main(["student", str(folder)])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix() for path in files}
+    assert {"nbs/index.ipynb", "llm_course/cli.py", "exercises/05_attention.ipynb"} <= names
+    assert [name for name in names if name.startswith(("solutions", "tests", "_nbgrader"))] == []
+    dead = [
+        (path.name, link)
+        for path in files
+        if path.suffix in (".md", ".ipynb")
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", read_text(path, "markdown"))
+        if not (path.parent / link).exists()
+    ]
+    assert dead == []
+    everything = "\n".join(read_text(path, "markdown", "code") for path in files)
+    assert [marker for marker in MARKERS if marker in everything] == []
+    regions = [
+        region.strip()
+        for name in NAMES
+        for cell in cells_of(name)
+        for region in re.findall(
+            r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", cell.source, re.DOTALL
+        )
+        if cell.is_code
+    ]
+    written = [cell.source for name in NAMES for cell in cells_of(name) if cell.kind == "manual"]
+    assert len(regions) > 100 and len(written) > 10
+    assert [secret for secret in regions + written if secret in everything] == []
+    with pytest.raises(SystemExit, match="not empty"):
+        exercises.main(["student", str(folder)])
 
 
 def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):
