@@ -380,30 +380,6 @@ def test_release_gives_nothing_away(tmp_path):
         )
 
 
-@pytest.mark.filterwarnings("ignore:Object of type")
-def test_nbgrader_grades(tmp_path, capfd):
-    """One exercise, with parts for a machine and for a person, goes through nbgrader itself; `run`
-    stands for it above.
-    """
-    [source] = [path for path in NOTEBOOKS if path.stem == "05_attention"]
-    course = tmp_path / "course"
-    [released] = exercises.release([source], course, tmp_path / "exercises")
-    for student, path in (("blank", released), ("solved", source)):
-        (tmp_path / "submissions" / student).mkdir(parents=True)
-        (tmp_path / "submissions" / student / source.name).write_bytes(path.read_bytes())
-    scores = exercises.grade(tmp_path / "submissions", [source], course)
-    check_scores(cells_of(source.stem), scores)
-    exercises.print_scores(scores)
-    tests = [cell for cell in cells_of(source.stem) if cell.kind == "test"]
-    output, errors = capfd.readouterr()
-    assert re.search(
-        rf"^solved .* {sum(cell.points for cell in tests)}(\+\d+\?)?$", output, re.MULTILINE
-    )
-    failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
-    assert failed.keys() == {cell.name for cell in tests}
-    assert "IPKernelApp" not in output + errors
-
-
 def read_text(path: Path, *kinds: str) -> str:
     """A file as text, a notebook as the sources of its cells of these kinds."""
     if path.suffix != ".ipynb":
