@@ -44,7 +44,7 @@ grade: $(VENV)/.dev  ## Grade what came back, FOLDER/STUDENT/NN_name.ipynb: make
 	$(BIN)/python scripts/exercises.py grade "$(DIR)"
 
 grade-all: $(VENV)/.dev  ## Grade a right, a blank and a wrong copy of every exercise, and every attack on the grader
-	$(BIN)/python -m pytest -q -n auto tests/test_grading.py -m "grading or not grading"
+	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
 
 bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks

@@ -33,7 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from grading import NotGraded, Problem, collect, printable, read_submission, rebuild, way_called
+from grading import (
+    NotGraded,
+    Problem,
+    collect,
+    printable,
+    printable_lines,
+    read_submission,
+    rebuild,
+    way_called,
+)
 from isolation import TRUST, choose
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.apps import NbGraderAPI
@@ -203,7 +212,8 @@ def grade(
                 blank = nbformat.read(blanks[exercise], as_version=4)
                 stage(course, student, exercise, rebuild(blank, submission))
                 result = api.autograde(exercise, student)
-                log.write(f"== {path}\n{result.get('log', '')}\n{result.get('error', '')}\n")
+                said = f"== {path}\n{result.get('log', '')}\n{result.get('error', '')}\n"
+                log.write(printable_lines(said))
                 if not result["success"]:
                     raise NotGraded(reason_in(result))
                 graded = course / "autograded" / student / exercise / f"{exercise}.ipynb"
@@ -334,6 +344,8 @@ def grade_folder(submissions: Path, way: str) -> int:
     """Grade, print the table, and return the exit status: 1 if a notebook has no scores."""
     if not submissions.is_dir():
         sys.exit(f"{submissions} is no folder; it should hold a folder for each student")
+    if os.name != "posix":
+        sys.exit("grading runs on Linux, or with --trust on macOS; on Windows take WSL")
     try:
         way = way or choose().name
     except ValueError as error:

@@ -157,9 +157,10 @@ def other_user(program: list[str], folder: Path) -> list[str]:
 
 
 TRUST = Isolation("trust", "with your own rights: nothing is kept apart", lambda p, _: p, "", False)
+EMPTY = "no network, no files but Python's, an empty home"
 WAYS = [
-    Isolation("bubblewrap", "no network, no files but Python's, an empty home", bubblewrap, HOME),
-    Isolation("namespaces", "no network, no files but Python's, an empty home", namespaces, HOME),
+    Isolation("bubblewrap", EMPTY, bubblewrap, HOME),
+    Isolation("namespaces", EMPTY, namespaces, HOME),
     Isolation("user", "an unprivileged user; the network is not cut off", other_user),
 ]
 
