@@ -380,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     to_grade = commands.add_parser("grade", help="grade what students handed in")
     to_grade.add_argument(
-        "submissions",
+        "folder",
         type=Path,
         metavar="DIR",
         help="holds a folder for each student, with notebooks in it",
@@ -389,14 +389,14 @@ def main(arguments: list[str] | None = None) -> None:
         "--trust", action="store_true", help="run students' code with your own rights and files"
     )
     options = parser.parse_args(arguments or ["release"])
+    if options.command in ("student", "grade") and str(options.folder) == ".":
+        sys.exit(f"name a folder: make {options.command} DIR=FOLDER")
     if options.command == "student":
-        if str(options.folder) == ".":
-            sys.exit("name the folder to write: make student DIR=FOLDER")
         write_student(options.folder)
         print(f"{options.folder} holds the course for students, without solutions")
         return
     if options.command == "grade":
-        sys.exit(grade_folder(options.submissions, TRUST.name if options.trust else ""))
+        sys.exit(grade_folder(options.folder, TRUST.name if options.trust else ""))
     for path in release(find_exercises(options.names), force=options.force):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         worth = [

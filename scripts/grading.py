@@ -66,43 +66,44 @@ def exercise_of(name: str, exercises: list[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def notebooks_in(home: Path) -> list[Path]:
+    """Everything called *.ipynb at any depth, but what JupyterLab and macOS leave beside it."""
+    found = []
+    for path in sorted(home.rglob("*")):
+        parts = path.relative_to(home).parts
+        hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
+        if path.suffix.casefold() == ".ipynb" and not hidden:
+            found.append(path)
+    return found
+
+
 def collect(folder: Path, exercises: list[str]) -> tuple[dict, list[Problem]]:
     """The notebooks by (student, exercise), and what in `folder` could not be matched."""
-    handed_in = defaultdict(list)
+    handed_in = {}
     problems = []
     for home in sorted(folder.iterdir()):
         if home.is_symlink() or not home.is_dir():
-            problems.append(
-                Problem("", home.name, "not in a student's folder: DIR/STUDENT/NN_name")
-            )
+            why = "not in a student's folder: FOLDER/STUDENT/NN_name.ipynb"
+            problems.append(Problem("", home.name, why))
             continue
-        found = False
-        for path in sorted(home.rglob("*")):
-            inside = path.relative_to(home)
-            if any(part.startswith(".") or part == "__MACOSX" for part in inside.parts):
-                continue
-            if path.suffix.casefold() != ".ipynb" or (path.is_dir() and not list(path.iterdir())):
-                if path.suffix.casefold() != ".ipynb":
-                    continue
-            found = True
-            exercise = exercise_of(path.name, exercises)
-            if exercise is None:
-                why = f"which exercise is it? Name it like one of: {', '.join(exercises)}"
-                problems.append(Problem(home.name, str(inside), why))
-            else:
-                handed_in[home.name, exercise].append(path)
-        if not found:
+        paths = notebooks_in(home)
+        if not paths:
             problems.append(Problem(home.name, "-", "the folder holds no notebook"))
-    for (student, exercise), paths in list(handed_in.items()):
-        files = [path for path in paths if path.is_file()] or paths
-        if len(files) > 1:
-            names = ", ".join(str(path.relative_to(folder / student)) for path in files)
+        by_exercise = defaultdict(list)
+        for path in paths:
+            by_exercise[exercise_of(path.name, exercises)].append(path)
+        for path in by_exercise.pop(None, []):
+            why = f"which exercise is it? Name it like one of: {', '.join(exercises)}"
+            problems.append(Problem(home.name, str(path.relative_to(home)), why))
+        for exercise, candidates in by_exercise.items():
+            files = [path for path in candidates if path.is_file()] or candidates
+            if len(files) == 1:
+                handed_in[home.name, exercise] = files[0]
+                continue
+            names = ", ".join(str(path.relative_to(home)) for path in files)
             why = f"several notebooks for one exercise, keep one: {names}"
-            problems.append(Problem(student, exercise, why))
-            del handed_in[student, exercise]
-        else:
-            handed_in[student, exercise] = files
-    return {key: paths[0] for key, paths in handed_in.items()}, problems
+            problems.append(Problem(home.name, exercise, why))
+    return handed_in, problems
 
 
 def read_submission(path: Path, folder: Path) -> NotebookNode:

@@ -220,6 +220,12 @@ def test_no_isolation_is_refused(monkeypatch, tmp_path):
         exercises.main(["grade", str(tmp_path)])
 
 
+@pytest.mark.parametrize("command", ["grade", "student"])
+def test_a_folder_must_be_named(command):
+    with pytest.raises(SystemExit, match=f"make {command} DIR=FOLDER"):
+        exercises.main([command, ""])
+
+
 # ---------------------------------------------------------------- files and names
 
 
