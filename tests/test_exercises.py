@@ -284,10 +284,11 @@ def test_planted_metadata():
     def faults(*cells):
         return len(metadata_faults(nbformat.v4.new_notebook(cells=list(cells))))
 
-    good = cell("a", True, False, True, points=1)
+    graded = (True, False, True)
+    good = cell("a", *graded, points=1)
     assert faults(good, cell("b", False, True, False)) == 0
     assert faults(cell("a", False, False, False)) == 1
-    assert faults(good, good) == 1
+    assert faults(good, cell("a", *graded, points=1)) == 1
     assert (
         faults(cell("a", True, False, True)) == faults(cell("a", False, True, False, points=1)) == 1
     )
