@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help init train test lint format lab export exercises bench bench-full clean
+HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's copy of the course has no solutions
+
+.PHONY: help init train test lint format lab export exercises student grade grade-all bench bench-full clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,17 +24,27 @@ lint: $(VENV)/.dev  ## Check style and types alone
 	$(BIN)/python scripts/check.py lint types
 
 format: $(VENV)/.dev  ## Lay out notebooks and code
-	$(BIN)/ruff format nbs tests scripts benchmarks conftest.py
+	$(BIN)/ruff format nbs solutions tests scripts benchmarks conftest.py
 
-lab: $(VENV)/.dev  ## Open the course in JupyterLab
+lab: $(VENV)/.dev $(HANDED_OUT)  ## Open the course in JupyterLab, with the exercises that its pages lead to
 	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/nbs/index.ipynb
 
 export: $(VENV)/.dev  ## Write llm_course/ from the notebooks, and clean the notebooks
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
+	$(BIN)/nbdev_clean --fname solutions
 
 exercises: $(VENV)/.dev  ## Write the student versions of the exercises to exercises/
 	$(BIN)/python scripts/exercises.py
+
+student: $(VENV)/.dev  ## Write all that students need, and no solutions: make student DIR=FOLDER
+	$(BIN)/python scripts/exercises.py student "$(DIR)"
+
+grade: $(VENV)/.dev  ## Grade what came back, FOLDER/STUDENT/NN_name.ipynb: make grade DIR=FOLDER
+	$(BIN)/python scripts/exercises.py grade "$(DIR)"
+
+grade-all: $(VENV)/.dev  ## Grade a right, a blank and a wrong copy of every exercise, and every attack on the grader
+	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
 
 bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks
@@ -43,6 +55,9 @@ bench-full: $(VENV)/.dev  ## The same with more rounds
 clean:  ## Remove .venv and everything generated, but not runs/
 	rm -rf $(VENV) build dist _docs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find llm_course tests scripts nbs -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+exercises/.handed_out: $(wildcard solutions/*.ipynb) | $(VENV)/.dev
+	@$(BIN)/python scripts/exercises.py && touch $@
 
 # Two stamps, so that training does not wait for the tools of the classroom.
 $(VENV)/.runtime: pyproject.toml constraints.txt

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["nbs", "tests", "scripts", "benchmarks", "conftest.py"]  # what people write
+PAGES = ["nbs", "solutions"]
+SOURCES = [*PAGES, "tests", "scripts", "benchmarks", "conftest.py"]  # what people write
 WORKERS = str(min(4, os.cpu_count() or 1))
 
 
@@ -60,10 +61,10 @@ class Stage:
 STAGES = [
     Stage(
         "export",
-        [["nbdev_export"], ["nbdev_clean"]],
+        [["nbdev_export"], ["nbdev_clean"], ["nbdev_clean", "--fname", "solutions"]],
         "The notebooks are the source: llm_course/ and the clean notebooks are written now; look at"
         " `git diff` and keep it.",
-        unchanged=["llm_course/**/*.py", "nbs/**/*.ipynb"],
+        unchanged=["llm_course/**/*.py", "nbs/**/*.ipynb", "solutions/*.ipynb"],
     ),
     Stage(
         "lint",
@@ -85,7 +86,7 @@ STAGES = [
     ),
     Stage(
         "show",
-        [[*"pytest -q --nbval --nbval-current-env --dist loadfile -n".split(), WORKERS, "nbs"]],
+        [[*"pytest -q --nbval --nbval-current-env --dist loadfile -n".split(), WORKERS, *PAGES]],
         "A page no longer shows what its code gives. If the new output is right, run and save the"
         " notebook, then `make export`.",
         count_pytest,

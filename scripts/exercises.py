@@ -1,8 +1,9 @@
 """Hand out the exercises without their solutions, and grade what comes back.
 
     python scripts/exercises.py                       write exercises/NN_name.ipynb for every
-        nbs/exercises/NN_name.ipynb
+        solutions/NN_name.ipynb
     python scripts/exercises.py release 05_attention  only this one
+    python scripts/exercises.py student DIR           write pages, package and exercises to DIR
     python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb; print points,
         and what failed
 
@@ -14,8 +15,8 @@ chapter, the sources, the submissions, and the gradebook. Written answers are gr
 open JupyterLab in _nbgrader/, and Formgrader in its Nbgrader menu. There `nbgrader
 generate_feedback 05_attention` also writes a page for each student.
 
-Grading runs the students' code with your rights. Take a container or an account without secrets for
-people you do not know.
+Grading runs each notebook by itself, apart from your files and from the network (isolation.py), and
+says how. Where a machine offers no way to do so it refuses, unless you --trust your students.
 """
 
 import argparse
@@ -25,27 +26,61 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+from grading import (
+    NotGraded,
+    Problem,
+    collect,
+    printable,
+    printable_lines,
+    read_submission,
+    rebuild,
+    way_called,
+)
+from isolation import TRUST, choose
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.apps import NbGraderAPI
 from nbgrader.coursedir import CourseDirectory
 from traitlets.config import PyFileConfigLoader
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "nbs" / "exercises"
+SOURCES = ROOT / "solutions"
 RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
 
-SETTINGS = """c = get_config()
+FOR_STUDENTS = [
+    *["nbs", "llm_course", "configs", "README.md", "CONTRIBUTING.md", "LICENSE", "Makefile"],
+    *["pyproject.toml", "constraints.txt", "settings.ini"],
+]
+
+SETTINGS = """import sys
+
+sys.path.insert(0, {scripts!r})
+c = get_config()
 c.CourseDirectory.course_id = "llm_course"
 c.OverwriteCells.add_missing_cells = True  # deleting a test earns nothing
-c.Execute.timeout = 120  # seconds for a cell
-# no warning for each student that the kernel talks over TCP
-c.Execute.extra_arguments = ["--IPKernelApp.log_level=ERROR"]
+# student code runs apart from everything, and not with a teacher's rights
+c.Autograde.autograde_preprocessors = [
+    "grading.RunAnswers",
+    "nbconvert.preprocessors.ClearMetadataPreprocessor",
+    "nbgrader.preprocessors.LimitOutput",
+    "nbgrader.preprocessors.SaveAutoGrades",
+    "nbgrader.preprocessors.AssignLatePenalties",
+    "nbgrader.preprocessors.CheckCellMetadata",
+]
+c.RunAnswers.sources = {sources!r}
+c.RunAnswers.way = {way!r}
+c.GenerateFeedback.preprocessors = [
+    "nbgrader.preprocessors.ClearHiddenTests",
+    "nbgrader.preprocessors.GetGrades",
+    "nbconvert.preprocessors.CSSHTMLHeaderPreprocessor",
+]
 """
 
 # nbgrader calls `alembic` by its bare name
@@ -84,10 +119,16 @@ def find_exercises(names: list[str] | None = None) -> list[Path]:
     return [path for name, path in paths.items() if not names or name in names]
 
 
-def open_course(course: Path) -> NbGraderAPI:
-    """The course in this folder, with the same settings as for nbgrader's own commands there."""
+def open_course(course: Path, way: str = "") -> NbGraderAPI:
+    """The course in this folder, with the same settings as for nbgrader's own commands there; `way`
+    is how student code is kept apart, by default the best that the machine has.
+    """
     course.mkdir(parents=True, exist_ok=True)
-    (course / "nbgrader_config.py").write_text(SETTINGS, encoding="utf-8")
+    course.chmod(0o700)  # solutions and grades
+    scripts = str(Path(__file__).resolve().parent)
+    sources = str(course.resolve() / "source")
+    settings = SETTINGS.format(scripts=scripts, sources=sources, way=way)
+    (course / "nbgrader_config.py").write_text(settings, encoding="utf-8")
     config = PyFileConfigLoader("nbgrader_config.py", str(course)).load_config()
     config.CourseDirectory.root = str(course.resolve())
     return NbGraderAPI(CourseDirectory(config=config), config=config)
@@ -133,31 +174,73 @@ def release(
     return written
 
 
-def grade(submissions: Path, sources: list[Path], course: Path = COURSE) -> list[Score]:
-    """Grade `submissions`/STUDENT/NN_name.ipynb with nbgrader. Tests are replaced by the real ones,
-    hidden tests included.
+def write_student(destination: Path) -> None:
+    """Write all that a student needs to an empty folder: pages, package, exercises."""
+    if destination.exists() and any(destination.iterdir()):
+        sys.exit(f"{destination} is not empty: name a new folder, or empty it first")
+    caches = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    for name in FOR_STUDENTS:
+        source = ROOT / name
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=caches)
+        else:
+            shutil.copyfile(source, target)
+    with tempfile.TemporaryDirectory() as course:
+        release(find_exercises(), Path(course), destination / "exercises")
+
+
+def grade(
+    submissions: Path, sources: list[Path], course: Path = COURSE, way: str = ""
+) -> tuple[list[Score], list[Problem]]:
+    """Grade `submissions`/STUDENT/NN_name.ipynb with nbgrader, each by itself: the scores, and a
+    problem for each notebook that has none. What nbgrader and Python say of it is in grading.log.
     """
     exercises = {source.stem: source for source in sources}
-    handed_in = [path for path in sorted(submissions.glob("*/*.ipynb")) if path.stem in exercises]
-    if not handed_in:
-        sys.exit(
-            f"found no {submissions / 'STUDENT' / 'NN_name.ipynb'}, with one of the names"
-            f" {', '.join(exercises)}"
-        )
-    used = {path.stem for path in handed_in}
-    generate([source for source in sources if source.stem in used], course)
-    api = open_course(course)
+    handed_in, problems = collect(submissions, list(exercises))
+    used = {exercise for _, exercise in handed_in}
+    released = generate([source for source in sources if source.stem in used], course)
+    blanks = {path.stem: path for path in released}
+    way = way or choose().name
+    api = open_course(course, way)
     scores = []
-    for path in handed_in:
-        student = path.parent.name
-        exercise = path.stem
-        staged = course / "submitted" / student / exercise / path.name
-        staged.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, staged)
-        succeed(api.autograde(exercise, student), f"grade {path}")
-        messages = read_messages(course / "autograded" / student / exercise / path.name)
-        scores += read_scores(api.coursedir.db_url, student, exercise, messages)
-    return scores
+    with (course / "grading.log").open("w", encoding="utf-8") as log:
+        for (student, exercise), path in handed_in.items():
+            try:
+                submission = read_submission(path, submissions)
+                blank = nbformat.read(blanks[exercise], as_version=4)
+                stage(course, student, exercise, rebuild(blank, submission))
+                result = api.autograde(exercise, student)
+                said = f"== {path}\n{result.get('log', '')}\n{result.get('error', '')}\n"
+                log.write(printable_lines(said))
+                if not result["success"]:
+                    raise NotGraded(reason_in(result))
+                graded = course / "autograded" / student / exercise / f"{exercise}.ipynb"
+                messages = read_messages(graded)
+                scores += read_scores(api.coursedir.db_url, student, exercise, messages)
+            except NotGraded as error:
+                problems.append(Problem(student, exercise, str(error)))
+            except Exception as error:
+                log.write(f"== {path}\n{traceback.format_exc()}\n")
+                why = f"{type(error).__name__}: see {log.name}"
+                problems.append(Problem(student, exercise, why))
+    return scores, problems
+
+
+def stage(course: Path, student: str, exercise: str, notebook: nbformat.NotebookNode) -> None:
+    """Put a notebook where nbgrader looks for it, and nothing else beside it."""
+    folder = course / "submitted" / student / exercise
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    nbformat.write(notebook, folder / f"{exercise}.ipynb")
+
+
+def reason_in(result: dict) -> str:
+    """Why nbgrader gave up: our own reason, or where to read its."""
+    text = f"{result.get('log', '')}\n{result.get('error', '')}"
+    found = re.findall(r"NotGraded: (.+)", text)
+    return found[-1] if found else "nbgrader could not read it: see grading.log"
 
 
 def read_messages(path: Path) -> dict[str, str]:
@@ -202,54 +285,77 @@ def read_scores(db_url: str, student: str, exercise: str, messages: dict[str, st
         ]
 
 
-def print_scores(scores: list[Score]) -> None:
-    """One table for each exercise: a row for each student, a column for each task. `+4?` waits for
-    a person.
+def points(scores: list[Score]) -> str:
+    """The points of some cells; `+4?` waits for a person."""
+    waiting = sum(score.points for score in scores if score.score is None)
+    sure = sum(score.score or 0 for score in scores)
+    return f"{sure:g}" + (f"+{waiting:g}?" if waiting else "")
 
-    Below it stands a line for each cell that failed: the student, the cell, and the first line of
-    its message.
-    """
 
-    def cell(found: list[Score]) -> str:
-        waiting = sum(score.points for score in found if score.score is None)
-        return f"{sum(score.score or 0 for score in found):g}" + (
-            f"+{waiting:g}?" if waiting else ""
-        )
-
-    for exercise in sorted({score.exercise for score in scores}):
-        here = [score for score in scores if score.exercise == exercise]
-        tasks = list(dict.fromkeys(re.split("[-_]", score.cell)[0] for score in here))
-        by_task = {
-            task: [score for score in here if re.split("[-_]", score.cell)[0] == task]
-            for task in tasks
-        }
-        students = sorted({score.student for score in here})
-        some = students[0]
-        left = max(20, *(len(student) + 2 for student in students))
-        print(f"\n{exercise}")
+def print_exercise(exercise: str, scores: list[Score], problems: list[Problem]) -> None:
+    """A row for each student, a column for each task; below, a line for each cell that failed."""
+    task_of = {score.cell: re.split("[-_]", score.cell)[0] for score in scores}
+    tasks = list(dict.fromkeys(task_of.values()))
+    by_student: dict[str, dict[str, list[Score]]] = {}
+    for score in scores:
+        rows = by_student.setdefault(score.student, {task: [] for task in tasks})
+        rows[task_of[score.cell]].append(score)
+    students = [*by_student, *(problem.student for problem in problems)]
+    left = max(20, *(len(printable(student)) + 2 for student in students))
+    print(f"\n{exercise}")
+    if by_student:
         print(f"{'':{left}}" + "".join(f"{task:>9}" for task in tasks) + f"{'total':>9}")
-        highest = [sum(s.points for s in found if s.student == some) for found in by_task.values()]
-        print(
-            f"{'points':{left}}"
-            + "".join(f"{points:9g}" for points in highest)
-            + f"{sum(highest):9g}"
-        )
-        for student in students:
-            rows = [[s for s in found if s.student == student] for found in by_task.values()]
-            total = cell([s for row in rows for s in row])
-            print(f"{student:{left}}" + "".join(f"{cell(row):>9}" for row in rows) + f"{total:>9}")
-        failed = [
-            score
-            for score in here
-            if score.message and score.score is not None and score.score < score.points
-        ]
-        width = max((len(score.cell) for score in failed), default=0)
-        if failed:
-            print()
-        for score in sorted(failed, key=lambda score: score.student):
-            print(f"{score.student:{left}}{score.cell:{width}}  {score.message}")
+        some = next(iter(by_student.values()))
+        highest = [sum(score.points for score in some[task]) for task in tasks]
+        row = "".join(f"{most:9g}" for most in [*highest, sum(highest)])
+        print(f"{'points':{left}}{row}")
+    for student, rows in sorted(by_student.items()):
+        found = [*rows.values(), [score for row in rows.values() for score in row]]
+        print(f"{printable(student):{left}}" + "".join(f"{points(row):>9}" for row in found))
+    for problem in sorted(problems, key=lambda problem: problem.student):
+        print(f"{printable(problem.student):{left}}not graded: {printable(problem.why)}")
+    failed = [s for s in scores if s.message and s.score is not None and s.score < s.points]
+    width = max((len(score.cell) for score in failed), default=0)
+    if failed:
+        print()
+    for score in sorted(failed, key=lambda score: score.student):
+        message = printable(score.message)
+        print(f"{printable(score.student):{left}}{score.cell:{width}}  {message}")
+
+
+def print_scores(scores: list[Score], problems: list[Problem]) -> None:
+    """A table for each exercise, then what belongs to none."""
+    known = {path.stem for path in SOURCES.glob("*.ipynb")}
+    graded = {score.exercise for score in scores}
+    for exercise in sorted(graded | {p.what for p in problems if p.what in known}):
+        here = [score for score in scores if score.exercise == exercise]
+        print_exercise(exercise, here, [p for p in problems if p.what == exercise])
+    others = [problem for problem in problems if problem.what not in known]
+    if others:
+        print("\nnot matched")
+    for problem in others:
+        where = printable("/".join(filter(None, [problem.student, problem.what])))
+        print(f"{where:20}  {printable(problem.why)}")
     if any(score.score is None for score in scores):
         print("\n+N?: up to N points wait for a person, in Formgrader (see --help)")
+
+
+def grade_folder(submissions: Path, way: str) -> int:
+    """Grade, print the table, and return the exit status: 1 if a notebook has no scores."""
+    if not submissions.is_dir():
+        sys.exit(f"{submissions} is no folder; it should hold a folder for each student")
+    if os.name != "posix":
+        sys.exit("grading runs on Linux, or with --trust on macOS; on Windows take WSL")
+    try:
+        way = way or choose().name
+    except ValueError as error:
+        sys.exit(str(error))
+    print(f"student code runs under: {way} ({way_called(way).promise})")
+    scores, problems = grade(submissions, find_exercises(), COURSE, way)
+    print_scores(scores, problems)
+    total = len({(score.student, score.exercise) for score in scores})
+    print(f"\n{total} graded, {len(problems)} not; details in {COURSE / 'grading.log'}")
+    return int(bool(problems))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -266,25 +372,39 @@ def main(arguments: list[str] | None = None) -> None:
     to_release.add_argument(
         "--force", action="store_true", help="overwrite what was changed by hand, too"
     )
+    to_students = commands.add_parser(
+        "student", help="write a folder for students: pages, package, exercises, no solutions"
+    )
+    to_students.add_argument(
+        "folder", type=Path, metavar="DIR", help="a folder that is new, or empty"
+    )
     to_grade = commands.add_parser("grade", help="grade what students handed in")
     to_grade.add_argument(
-        "submissions",
+        "folder",
         type=Path,
         metavar="DIR",
         help="holds a folder for each student, with notebooks in it",
     )
+    to_grade.add_argument(
+        "--trust", action="store_true", help="run students' code with your own rights and files"
+    )
     options = parser.parse_args(arguments or ["release"])
-    if options.command == "grade":
-        print_scores(grade(options.submissions, find_exercises()))
+    if options.command in ("student", "grade") and str(options.folder) == ".":
+        sys.exit(f"name a folder: make {options.command} DIR=FOLDER")
+    if options.command == "student":
+        write_student(options.folder)
+        print(f"{options.folder} holds the course for students, without solutions")
         return
+    if options.command == "grade":
+        sys.exit(grade_folder(options.folder, TRUST.name if options.trust else ""))
     for path in release(find_exercises(options.names), force=options.force):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        points = [
+        worth = [
             c["metadata"]["nbgrader"]["points"]
             for c in cells
             if "points" in c["metadata"].get("nbgrader", {})
         ]
-        print(f"{path.relative_to(ROOT)}: {sum(points)} points in {len(points)} graded cells")
+        print(f"{path.relative_to(ROOT)}: {sum(worth)} points in {len(worth)} graded cells")
 
 
 if __name__ == "__main__":

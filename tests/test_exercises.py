@@ -1,7 +1,7 @@
 """The exercises grade the student: solutions pass, blanks fail, and each wrong answer is caught by
 a message that teaches.
 
-A graded notebook in nbs/exercises/ gives its cells names: `task3-mask` holds a solution,
+A graded notebook in solutions/ gives its cells names: `task3-mask` holds a solution,
 `task3-mask-test` its test, and more tests of it are called `task3-mask-test-NAME`. The wrong
 answers to NN_name.ipynb stand in wrong_answers/NN_name.md.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbgrader.nbgraderformat import MetadataValidator
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -211,9 +212,10 @@ def test_names_points_and_messages(exercise):
     assert [
         name for name in tests if not re.fullmatch(r"task\d+-[a-z0-9_]+-test(-[a-z0-9_]+)?", name)
     ] == []
-    assert all(cell.name for cell in cells if cell.is_code), (
-        "every code cell needs a grade_id; lock those that are given"
-    )
+    assert [cell.source for cell in cells if cell.is_code and not cell.name] in (
+        [],
+        ["# Measure here. This cell is not graded."],
+    ), "every code cell needs a grade_id, lock those that are given; but one to try things in"
     text = "\n".join(cell.source for cell in cells if not cell.is_code)
     for cell in graded:
         statements = (
@@ -236,6 +238,60 @@ def test_names_points_and_messages(exercise):
 @pytest.mark.parametrize("exercise", NAMES)
 def test_solution_passes_in_one_process(exercise):
     assert run(cells_of(exercise)) == {}
+
+
+def metadata_faults(notebook: nbformat.NotebookNode) -> list[str]:
+    """What nbgrader would stumble over: cells that are marked as nothing, twice, or without points.
+
+    It looks up the `grade_id` of every marked cell, yet a cell that is neither graded, nor to be
+    solved, nor locked loses its own: such a cell must carry no mark at all.
+    """
+    faults = []
+    seen = set()
+    for cell in notebook.cells:
+        marks = cell.metadata.get("nbgrader")
+        if marks is None:
+            continue
+        name = marks.get("grade_id")
+        given = (marks["grade"], marks["solution"], marks["locked"])
+        allowed = {
+            "code": {(False, False, True), (False, True, False), (True, False, True)},
+            "markdown": {(True, True, False)},
+        }[cell.cell_type]
+        if given not in allowed:
+            faults.append(f"{name}: grade, solution and locked are {given}")
+        if not name or name in seen:
+            faults.append(f"the grade_id {name!r} is empty or not unique")
+        if marks["grade"] != (marks.get("points", 0) > 0):
+            faults.append(f"{name}: a graded cell has points, and no other has")
+        seen.add(name)
+    return faults
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_metadata_is_what_nbgrader_accepts(path):
+    notebook = nbformat.read(path, as_version=4)
+    MetadataValidator().validate_nb(notebook)
+    assert metadata_faults(notebook) == []
+
+
+def test_planted_metadata():
+    def cell(name, *marks, **points):
+        grade, solution, locked = marks
+        keys = {"grade_id": name, "grade": grade, "solution": solution, "locked": locked}
+        return nbformat.v4.new_code_cell(metadata={"nbgrader": keys | points})
+
+    def faults(*cells):
+        return len(metadata_faults(nbformat.v4.new_notebook(cells=list(cells))))
+
+    graded = (True, False, True)
+    good = cell("a", *graded, points=1)
+    assert faults(good, cell("b", False, True, False)) == 0
+    assert faults(cell("a", False, False, False)) == 1
+    assert faults(good, cell("a", *graded, points=1)) == 1
+    assert (
+        faults(cell("a", True, False, True)) == faults(cell("a", False, True, False, points=1)) == 1
+    )
 
 
 def names_in(source: str, context: type[ast.Load] | type[ast.Store]) -> set[str]:
@@ -325,28 +381,47 @@ def test_release_gives_nothing_away(tmp_path):
         )
 
 
+def read_text(path: Path, *kinds: str) -> str:
+    """A file as text, a notebook as the sources of its cells of these kinds."""
+    if path.suffix != ".ipynb":
+        return path.read_text(encoding="utf-8")
+    cells = nbformat.read(path, as_version=4).cells
+    return "\n".join(cell.source for cell in cells if cell.cell_type in kinds)
+
+
 @pytest.mark.filterwarnings("ignore:Object of type")
-def test_nbgrader_grades(tmp_path, capfd):
-    """One exercise, with parts for a machine and for a person, goes through nbgrader itself; `run`
-    stands for it above.
-    """
-    [source] = [path for path in NOTEBOOKS if path.stem == "05_attention"]
-    course = tmp_path / "course"
-    [released] = exercises.release([source], course, tmp_path / "exercises")
-    for student, path in (("blank", released), ("solved", source)):
-        (tmp_path / "submissions" / student).mkdir(parents=True)
-        (tmp_path / "submissions" / student / source.name).write_bytes(path.read_bytes())
-    scores = exercises.grade(tmp_path / "submissions", [source], course)
-    check_scores(cells_of(source.stem), scores)
-    exercises.print_scores(scores)
-    tests = [cell for cell in cells_of(source.stem) if cell.kind == "test"]
-    output, errors = capfd.readouterr()
-    assert re.search(
-        rf"^solved .* {sum(cell.points for cell in tests)}(\+\d+\?)?$", output, re.MULTILINE
-    )
-    failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
-    assert failed.keys() == {cell.name for cell in tests}
-    assert "IPKernelApp" not in output + errors
+def test_student_release_is_complete_and_gives_nothing_away(tmp_path):
+    """Every link leads somewhere, and no file holds a solution, a hidden test or a mark scheme."""
+    folder = tmp_path / "course"
+    exercises.main(["student", str(folder)])
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix() for path in files}
+    assert {"nbs/index.ipynb", "llm_course/cli.py", "exercises/05_attention.ipynb"} <= names
+    assert [name for name in names if name.startswith(("solutions", "tests", "_nbgrader"))] == []
+    dead = [
+        (path.name, link)
+        for path in files
+        if path.suffix in (".md", ".ipynb")
+        for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", read_text(path, "markdown"))
+        if not (path.parent / link).exists()
+    ]
+    assert dead == []
+    everything = "\n".join(read_text(path, "markdown", "code") for path in files)
+    assert [marker for marker in MARKERS if marker in everything] == []
+    regions = [
+        region.strip()
+        for name in NAMES
+        for cell in cells_of(name)
+        for region in re.findall(
+            r"### BEGIN (?:SOLUTION|HIDDEN TESTS)\n(.*?)### END", cell.source, re.DOTALL
+        )
+        if cell.is_code
+    ]
+    written = [cell.source for name in NAMES for cell in cells_of(name) if cell.kind == "manual"]
+    assert len(regions) > 100 and len(written) > 10
+    assert [secret for secret in regions + written if secret in everything] == []
+    with pytest.raises(SystemExit, match="not empty"):
+        exercises.main(["student", str(folder)])
 
 
 def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):

@@ -25,9 +25,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llm_course"
 PAGES = sorted((ROOT / "nbs").glob("[0-9][0-9]*_*.ipynb"))
-NOTEBOOKS = sorted(
-    p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts
-)
+SOLUTIONS = sorted((ROOT / "solutions").glob("*.ipynb"))
+NOTEBOOKS = [*PAGES, ROOT / "nbs" / "index.ipynb", *SOLUTIONS]
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in {"__init__.py", "_modidx.py"})
 
 
@@ -276,9 +275,12 @@ def prose(notebook: dict) -> str:
 
 
 def dead_links(text: str, folder: Path) -> list[str]:
-    """Links in Markdown to files that are not there."""
+    """Links in Markdown to files that are not there. A student's exercise is made of a solution of
+    the same name, and may not be made yet.
+    """
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
-    return sorted({link for link in links if not (folder / link).exists()})
+    found = {link: folder / re.sub(r"^\.\./exercises/", "../solutions/", link) for link in links}
+    return sorted(link for link, path in found.items() if not path.exists())
 
 
 def next_faults(book: dict[str, dict]) -> list[str]:
@@ -346,7 +348,7 @@ def output_faults(notebook: dict) -> list[str]:
 
 def test_pages_are_numbered():
     assert numbering_faults(list(BOOK)) == []
-    assert numbering_faults([p.stem for p in (ROOT / "nbs" / "exercises").glob("*.ipynb")]) == []
+    assert numbering_faults([p.stem for p in SOLUTIONS]) == []
 
 
 def test_each_page_leads_to_the_next():
@@ -369,6 +371,14 @@ def test_page_is_titled_small_executed_and_clean(path):
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_documents_link_only_to_what_exists(name):
     assert dead_links((ROOT / name).read_text(encoding="utf-8"), (ROOT / name).parent) == []
+
+
+def test_no_page_leads_to_solutions():
+    """A reader who follows a link gets the exercise without its answers."""
+    pages = [*PAGES, ROOT / "nbs" / "index.ipynb"]
+    assert [p.name for p in pages if re.search(r"\]\([^)]*solutions", prose(load(p)))] == []
+    asked = "".join(prose(load(path)) for path in pages)
+    assert [p.name for p in SOLUTIONS if f"](../exercises/{p.name}" not in asked] == []
 
 
 def test_readme_and_index_link_to_every_page():

@@ -1,0 +1,353 @@
+"""Grade notebooks that nobody has looked at: one bad one is a row of the table, never the end.
+
+    collect   which file is whose answer to which exercise, and what is left over
+    rebuild   a submission as the exercise was handed out, with the student's answers in it
+    RunAnswers   in place of nbgrader's `Execute`: runs the cells apart from everything
+        (isolation.py, answers.py), and writes down what each test said
+
+nbgrader computes the scores from that, outside, and keeps them. In Formgrader, too, student code
+runs in this way alone.
+"""
+
+import ast
+import json
+import re
+import secrets
+import selectors
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import isolation
+import nbformat
+from nbformat import NotebookNode
+from nbgrader.preprocessors import NbGraderPreprocessor
+from traitlets import Unicode
+
+ANSWERS = Path(__file__).resolve().with_name("answers.py")
+CELL_SECONDS = 60.0
+NOTEBOOK_SECONDS = 600.0
+PATIENCE = 5.0  # seconds for a cell to end after it was interrupted
+START_SECONDS = 60.0
+LARGEST = 5_000_000  # bytes of a notebook
+LINE = 1_000_000  # characters of a reply
+
+
+class NotGraded(Exception):
+    """Why a notebook has no scores, and what to do, in one line."""
+
+
+@dataclass
+class Problem:
+    """A row of the table without scores."""
+
+    student: str
+    what: str  # an exercise, or a file
+    why: str
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: escape sequences, other controls, marks of direction."""
+    text = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])", "", text)
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+# ---------------------------------------------------------------- who handed in what
+
+
+def exercise_of(name: str, exercises: list[str]) -> str | None:
+    """The exercise in a name such as `05_Attention (1).ipynb` or `jane-05_attention.ipynb`."""
+    stem = re.sub(r"\.ipynb$", "", name.casefold())
+    words = re.sub(r"[\W_]+", "_", stem)
+    found = [e for e in exercises if re.search(rf"(?<![a-z0-9]){e}(?![a-z0-9])", words)]
+    return found[0] if len(found) == 1 else None
+
+
+def notebooks_in(home: Path) -> list[Path]:
+    """Everything called *.ipynb at any depth, but what JupyterLab and macOS leave beside it."""
+    found = []
+    for path in sorted(home.rglob("*")):
+        parts = path.relative_to(home).parts
+        hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
+        if path.suffix.casefold() == ".ipynb" and not hidden:
+            found.append(path)
+    return found
+
+
+def collect(folder: Path, exercises: list[str]) -> tuple[dict, list[Problem]]:
+    """The notebooks by (student, exercise), and what in `folder` could not be matched."""
+    handed_in = {}
+    problems = []
+    for home in sorted(folder.iterdir()):
+        if home.is_symlink() or not home.is_dir():
+            why = "not in a student's folder: FOLDER/STUDENT/NN_name.ipynb"
+            problems.append(Problem("", home.name, why))
+            continue
+        paths = notebooks_in(home)
+        if not paths:
+            problems.append(Problem(home.name, "-", "the folder holds no notebook"))
+        by_exercise = defaultdict(list)
+        for path in paths:
+            by_exercise[exercise_of(path.name, exercises)].append(path)
+        for path in by_exercise.pop(None, []):
+            why = f"which exercise is it? Name it like one of: {', '.join(exercises)}"
+            problems.append(Problem(home.name, str(path.relative_to(home)), why))
+        for exercise, candidates in by_exercise.items():
+            files = [path for path in candidates if path.is_file()] or candidates
+            if len(files) == 1:
+                handed_in[home.name, exercise] = files[0]
+                continue
+            names = ", ".join(str(path.relative_to(home)) for path in files)
+            why = f"several notebooks for one exercise, keep one: {names}"
+            problems.append(Problem(home.name, exercise, why))
+    return handed_in, problems
+
+
+def read_submission(path: Path, folder: Path) -> NotebookNode:
+    """A student's file as a notebook, or why not."""
+    if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+        raise NotGraded("it is a link to another file: ask for the notebook itself")
+    if not path.is_file():
+        raise NotGraded("it is a folder, not a notebook: look inside")
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise NotGraded(f"it has {size:,} bytes, {LARGEST:,} at most: ask for it without outputs")
+    data = path.read_bytes()
+    if not data.strip():
+        raise NotGraded("the file is empty: ask for it again")
+    if data.startswith(b"%PDF"):
+        raise NotGraded("it is a PDF: ask for the .ipynb file itself")
+    if re.search(rb"^(?:<<<<<<<|>>>>>>>) ", data, re.MULTILINE):
+        raise NotGraded("it holds marks of a merge conflict: ask for a version without them")
+    try:
+        content = json.loads(data)
+        version = content["nbformat"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise NotGraded("it is not a notebook, or a damaged one: ask for it again") from None
+    if version != 4:
+        raise NotGraded(
+            f"it has notebook format {version!r}: open it in JupyterLab, save it, and try again"
+        )
+    try:
+        notebook = nbformat.from_dict(content)
+        for cell in notebook.cells:
+            cell.source = "".join(cell.source)
+            cell.metadata.get("nbgrader", {}).get("grade_id")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise NotGraded("its cells are damaged: ask for it again") from None
+    return notebook
+
+
+def grade_id(cell: NotebookNode) -> str:
+    found = cell.metadata.get("nbgrader", {}).get("grade_id", "")
+    return found if isinstance(found, str) else ""
+
+
+def is_answer(cell: NotebookNode) -> bool:
+    return bool(cell.metadata.get("nbgrader", {}).get("solution"))
+
+
+def rebuild(handed_out: NotebookNode, submission: NotebookNode) -> NotebookNode:
+    """The exercise as it was handed out, with the student's answers and further cells in it.
+
+    So neither points nor tests nor the order of the tasks can come from a submission.
+    """
+    known = {grade_id(cell) for cell in handed_out.cells if grade_id(cell)}
+    answers: dict[str, str] = {}
+    more = defaultdict(list)  # code cells of the student's own, by the marked cell above them
+    above = ""
+    for cell in submission.cells:
+        name = grade_id(cell)
+        if name in known:
+            if name in answers:
+                raise NotGraded(f"the cell {name} is there twice: ask which of them counts")
+            answers[name] = cell.source
+            above = name
+        elif cell.cell_type == "code" and cell.source.strip():
+            more[above].append(nbformat.v4.new_code_cell(cell.source))
+    if not answers:
+        raise NotGraded(
+            "its cells have lost nbgrader's metadata: ask for the answers in a fresh copy of the"
+            " exercise"
+        )
+    built = nbformat.from_dict(handed_out)
+    built.cells = list(more[""])
+    for cell in handed_out.cells:
+        if is_answer(cell):
+            cell.source = answers.get(grade_id(cell), "")
+        built.cells.append(cell)
+        built.cells += more[grade_id(cell)] if grade_id(cell) else []
+    return built
+
+
+# ---------------------------------------------------------------- running it
+
+
+class Runner:
+    """A student's notebook in a process of its own; every reply may be a lie, or never come."""
+
+    def __init__(self, way: isolation.Isolation, asked: list[str], opened: list[str]):
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        isolation.give_away(Path(self.folder.name))
+        program = [sys.executable, "-P", "-s", str(ANSWERS)]
+        self.process = way.start(program, Path(self.folder.name))
+        self.key = secrets.token_hex(16)
+        self.started = time.monotonic()
+        self.rest = b""
+        self.wait = START_SECONDS  # besides, for the first cell
+        start = {"asked": asked, "opened": opened, "key": self.key, "apart": way.keeps_apart}
+        self.write(start)
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        isolation.end(self.process)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.folder.cleanup()
+
+    def write(self, message: dict) -> None:
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass  # reading the reply says more
+
+    def read_line(self, seconds: float, name: str) -> bytes:
+        until = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self.rest:
+                if len(self.rest) > LINE:
+                    raise NotGraded(f"in the cell {name} it wrote to the grader: look at its code")
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise NotGraded(
+                        f"the cell {name} did not end, and ignored the interrupt: look for a loop"
+                        " that catches every exception"
+                    )
+                data = self.process.stdout.read1(65536)
+                if not data:
+                    raise NotGraded(self.last_words(name))
+                self.rest += data
+        line, _, self.rest = self.rest.partition(b"\n")
+        return line
+
+    def last_words(self, name: str) -> str:
+        status = self.process.wait(timeout=PATIENCE)
+        return (
+            f"its process ended in the cell {name} with status {status}: look there for an exit, or"
+            " for more memory than there is"
+        )
+
+    def run(self, cell: dict) -> dict:
+        """Send one cell; its reply."""
+        left = self.started + NOTEBOOK_SECONDS - time.monotonic()
+        if left <= 0:
+            raise NotGraded(f"it took more than {NOTEBOOK_SECONDS:g} seconds: look for slow cells")
+        seconds = min(CELL_SECONDS, left)
+        self.write(cell | {"seconds": seconds})
+        line = self.read_line(seconds + PATIENCE + self.wait, cell["name"])
+        self.wait = 0
+        try:
+            reply = json.loads(line)
+            ours = secrets.compare_digest(reply.pop("key"), self.key)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            ours = False
+        if not ours:
+            raise NotGraded(f"in the cell {cell['name']} it wrote to the grader: look at its code")
+        return reply
+
+
+def bound_names(source: str) -> set[str]:
+    """The names that a cell binds at its top level."""
+    names = set()
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names.add(statement.name)
+            continue
+        stored = (n for n in ast.walk(statement) if isinstance(n, ast.Name))
+        names |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+    return names
+
+
+def imported_modules(source: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+class Exercise:
+    """What the grader knows of an exercise, from the version with solutions."""
+
+    def __init__(self, source: Path):
+        cells = nbformat.read(source, as_version=4).cells
+        code = [cell for cell in cells if cell.cell_type == "code" and grade_id(cell)]
+        self.own = {grade_id(cell): cell.source for cell in code if not is_answer(cell)}
+        answers = {grade_id(cell): cell.source for cell in code if is_answer(cell)}
+        self.tests = {grade_id(cell) for cell in code if cell.metadata.nbgrader.grade}
+        self.asked = set().union(*map(bound_names, answers.values()))
+        self.opened = set().union(*map(imported_modules, self.own.values()))
+        refusing = {name.split("-test")[0] for name in self.tests if "forbid(" in self.own[name]}
+        self.write_it = refusing & answers.keys()
+
+    def step(self, cell: NotebookNode, index: int) -> dict:
+        """A cell as it is sent: what is given and tested comes from here, the rest is an answer."""
+        name = grade_id(cell)
+        if name in self.own:
+            kind = "test" if name in self.tests else "given"
+            return {"kind": kind, "name": name, "source": self.own[name]}
+        name = name or f"number {index + 1}"
+        write_it = name in self.write_it or not grade_id(cell) and bool(self.write_it)
+        return {"kind": "answer", "name": name, "source": cell.source, "write_it": write_it}
+
+
+def run_notebook(notebook: NotebookNode, exercise: Exercise, way: isolation.Isolation) -> None:
+    """Run the code cells of `notebook`, and write each one's outcome below it."""
+    with Runner(way, sorted(exercise.asked), sorted(exercise.opened)) as runner:
+        for index, cell in enumerate(notebook.cells):
+            if cell.cell_type != "code":
+                continue
+            reply = runner.run(exercise.step(cell, index))
+            cell.outputs = []
+            if text := reply.get("output"):
+                cell.outputs.append(
+                    nbformat.v4.new_output("stream", name="stdout", text=printable_lines(str(text)))
+                )
+            if reply.get("error") is not None:
+                message = printable(str(reply["error"]))
+                cell.outputs.append(
+                    nbformat.v4.new_output(
+                        "error", ename="Error", evalue=message, traceback=[message]
+                    )
+                )
+
+
+def printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+class RunAnswers(NbGraderPreprocessor):
+    """Stands where nbgrader would run the notebook with the teacher's rights."""
+
+    way = Unicode("", help="an isolation by its name, or trust").tag(config=True)
+    sources = Unicode("", help="the folder NN_name/NN_name.ipynb with solutions").tag(config=True)
+
+    def preprocess(self, nb: NotebookNode, resources: dict) -> tuple[NotebookNode, dict]:
+        name = resources["nbgrader"]["notebook"]
+        exercise = Exercise(Path(self.sources) / name / f"{name}.ipynb")
+        run_notebook(nb, exercise, way_called(self.way))
+        return nb, resources
+
+
+def way_called(name: str) -> isolation.Isolation:
+    """The isolation of this name; the best one if it has none."""
+    ways = {way.name: way for way in (*isolation.WAYS, isolation.TRUST)}
+    return ways[name] if name else isolation.choose()

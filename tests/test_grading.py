@@ -1,0 +1,453 @@
+"""No submission harms, cheats or ends the grading of others: the grader, and attacks on it.
+
+Every attack is run, one exercise goes through nbgrader with all kinds of files, and a right, a
+blank and a wrong copy of each of the twenty. Students' code runs in the best isolation that this
+machine has; what needs one is skipped where there is none.
+"""
+
+import ast
+import functools
+import json
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+if os.name != "posix":
+    pytest.skip("grading needs Linux or macOS", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+import answers  # noqa: E402
+import attacks  # noqa: E402
+import exercises  # noqa: E402
+import grading  # noqa: E402
+import isolation  # noqa: E402
+import test_exercises as corpus  # noqa: E402
+
+WORKING = [way for way in isolation.WAYS if not isolation.find_ways()[way.name]]
+WAY = WORKING[0] if WORKING else isolation.TRUST
+apart = pytest.mark.skipif(not WORKING, reason="nothing here keeps programs apart")
+sources = {path.stem: path for path in exercises.find_exercises()}
+
+
+@functools.cache
+def exercise_called(name: str) -> grading.Exercise:
+    return grading.Exercise(sources[name])
+
+
+def blank_of(name: str) -> nbformat.NotebookNode:
+    """The exercise as a student gets it, made of the solution as nbgrader makes it."""
+    notebook = nbformat.read(sources[name], as_version=4)
+    for cell in notebook.cells:
+        if grading.is_answer(cell):
+            cell.source = "raise NotImplementedError()"
+    return notebook
+
+
+def run(name: str, replace: dict[str, str]) -> dict[str, str | None]:
+    """Run the blank exercise with some answers; the error of each test, None where it passed."""
+    notebook = blank_of(name)
+    for cell in notebook.cells:
+        cell.source = replace.get(grading.grade_id(cell), cell.source)
+    grading.run_notebook(notebook, exercise_called(name), WAY)
+    found = {}
+    for cell in notebook.cells:
+        errors = [o.evalue for o in cell.get("outputs", ()) if o.output_type == "error"]
+        found[grading.grade_id(cell)] = errors[0] if errors else None
+    return found
+
+
+def outcome(name: str, cell: str, code: str) -> tuple[list[str], str]:
+    """The tests that an attack passes, and everything that the grader says."""
+    try:
+        found = run(name, {cell: code})
+    except grading.NotGraded as error:
+        return [], str(error)
+    tests = exercise_called(name).tests
+    passed = [test for test in tests if found[test] is None]
+    return passed, "\n".join(filter(None, found.values()))
+
+
+def ids(table: list) -> list[str]:
+    return [row[0] for row in table]
+
+
+@pytest.fixture(autouse=True)
+def short_cells(monkeypatch):
+    monkeypatch.setattr(grading, "CELL_SECONDS", 6.0)
+    monkeypatch.setattr(grading, "PATIENCE", 2.0)
+    monkeypatch.setattr(grading, "START_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("name, code, words", attacks.PLAIN, ids=ids(attacks.PLAIN))
+def test_attack_earns_nothing(name, code, words, monkeypatch):
+    monkeypatch.setattr(grading, "CELL_SECONDS", 2.0)
+    passed, said = outcome("01_tokenization", "task2-choose", code)
+    assert passed == []
+    assert words in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("name, code, words", attacks.TORCH, ids=ids(attacks.TORCH))
+def test_attack_on_torch_earns_nothing(name, code, words):
+    passed, said = outcome("05_attention", "task7-alibi", code)
+    assert passed == [] and words in said
+
+
+@pytest.mark.parametrize("name, code, words", attacks.READY, ids=ids(attacks.READY))
+def test_ready_made_answer_earns_nothing(name, code, words):
+    passed, said = outcome("05_attention", "task2-mask", code)
+    assert passed == [] and words in said
+
+
+def test_copied_answer_earns_nothing():
+    """The package's encoder under other names, without its docstring, is still the package's."""
+    [cell] = [c for c in corpus.cells_of("01_tokenization") if c.name == "task3-encode"]
+    [wanted] = [n for n in ast.parse(cell.source).body if isinstance(n, ast.FunctionDef)]
+    text = (ROOT / "llm_course/text/bpe.py").read_text(encoding="utf-8")
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    [copied] = [node for node in functions if node.name == "apply_merges"]
+    copied.name = wanted.name
+    code = re.sub(r"\bsymbols\b", "mine", ast.unparse(copied))
+    passed, said = outcome("01_tokenization", "task3-encode", code)
+    assert passed == [] and "is the package's own `apply_merges`" in said
+
+
+@pytest.mark.parametrize("name, code, words", attacks.ENDING, ids=ids(attacks.ENDING))
+def test_notebook_that_never_ends(name, code, words, monkeypatch):
+    monkeypatch.setattr(grading, "CELL_SECONDS", 1.0)
+    passed, said = outcome("01_tokenization", "task2-choose", code)
+    assert passed == [] and words in said
+
+
+@apart
+@pytest.mark.parametrize("name, code, words", attacks.WITH_OS, ids=ids(attacks.WITH_OS))
+def test_attack_with_os(name, code, words):
+    passed, said = outcome("02_data", "task2-collate", code)
+    assert passed == [] and words in said
+
+
+def test_rules_are_open_to_honest_answers():
+    """Of all answers that the exercises are tested with, right or wrong, the rules refuse two: one
+    that patches a module's clock, and one that keeps state in a function's `__dict__`.
+    """
+    refused = []
+    for answer in corpus.ANSWERS:
+        cells = {cell.name: cell.source for cell in corpus.cells_of(answer.exercise)}
+        opened = exercise_called(answer.exercise).opened
+        session = answers.Session([], sorted(opened))
+        try:
+            answers.Rules(session.opened).visit(ast.parse(answer.write(cells[answer.cell])))
+        except answers.Refused:
+            refused.append(answer.name)
+    assert refused == ["The package's monitor under another clock", "One seen for all calls"]
+
+
+# ---------------------------------------------------------------- what student code can reach
+
+
+def probe(way: isolation.Isolation, code: str, tmp_path: Path) -> str:
+    """What a program prints that runs under `way`."""
+    isolation.give_away(tmp_path)
+    process = way.start([sys.executable, "-c", code], tmp_path)
+    return process.communicate(timeout=60)[0].decode().strip()
+
+
+@apart
+@pytest.mark.parametrize("way", WORKING, ids=[way.name for way in WORKING])
+def test_student_code_reaches_nothing(way, tmp_path):
+    secret = tmp_path / "gradebook.db"
+    secret.write_text("26 points")
+    home = tmp_path / "home"
+    home.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reach_nothing(way, secret, home, server.getsockname()[1])
+    assert secret.read_text() == "26 points"
+    for path in list(home.iterdir()):
+        path.unlink()
+    assert probe(way, "import os; print(os.listdir(os.path.expanduser('~')))", home) == "[]"
+
+
+def reach_nothing(way: isolation.Isolation, secret: Path, home: Path, port: int) -> None:
+    code = f"""
+import os, socket
+def fails(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return True
+print(os.getuid() != 0 or {os.geteuid() != 0})
+print(fails(open, {str(secret)!r}), fails(os.listdir, {str(ROOT / "solutions")!r}))
+print(fails(os.remove, {str(secret)!r}), fails(open, {str(ROOT / "llm_course/cli.py")!r}, "a"))
+print(fails(open, {sys.prefix + "/new"!r}, "w"), fails(os.kill, {os.getpid()}, 0))
+print(fails(socket.create_connection, ("127.0.0.1", {port}), 1) or {not way.home})
+print(sorted(os.listdir(os.path.expanduser("~"))))
+open(os.path.expanduser("~/sitecustomize.py"), "w").write("x = 1")
+"""
+    expected = ["True", "True True", "True True", "True True", "True", "[]"]
+    assert probe(way, code, home).splitlines() == expected
+
+
+@apart
+def test_limits(tmp_path):
+    program = "import sys; sys.path.insert(0, '/course'); import resource\n"
+    code = (ROOT / "scripts" / "answers.py").read_text(encoding="utf-8").split("def main")[0]
+    checks = """
+limit(True)
+file = open(os.path.expanduser("~/f"), "wb")
+for action in (lambda: bytearray(MEMORY + 1), lambda: file.write(bytes(FILE + 10**6))):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        action()
+        print("no limit")
+    except (MemoryError, OSError) as error:
+        print(type(error).__name__)
+"""
+    said = probe(WAY, program + code + checks, tmp_path)
+    assert said.splitlines() == ["MemoryError", "OSError"]
+
+
+def test_no_isolation_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolation, "find_ways", lambda: {w.name: "none" for w in isolation.WAYS})
+    with pytest.raises(ValueError, match="Install bubblewrap.*--trust"):
+        isolation.choose()
+    with pytest.raises(SystemExit, match="--trust"):
+        exercises.main(["grade", str(tmp_path)])
+
+
+@pytest.mark.parametrize("command", ["grade", "student"])
+def test_a_folder_must_be_named(command):
+    with pytest.raises(SystemExit, match=f"make {command} DIR=FOLDER"):
+        exercises.main([command, ""])
+
+
+# ---------------------------------------------------------------- files and names
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("05_attention.ipynb", "05_attention"),
+        ("05_attention (1).ipynb", "05_attention"),
+        ("05_attention_jane.ipynb", "05_attention"),
+        ("Jane-05_Attention-Copy1.IPYNB", "05_attention"),
+        ("05 Attention.ipynb", "05_attention"),
+        ("105_attention.ipynb", None),
+        ("05_attentions.ipynb", None),
+        ("attention.ipynb", None),
+        ("05_attention 06_mlp.ipynb", None),
+    ],
+)
+def test_names_are_matched_where_they_are_clear(name, found):
+    assert grading.exercise_of(name, list(sources)) == found
+
+
+def test_what_is_not_clear_is_listed(tmp_path):
+    names = [
+        "ann/deep/er/05_attention.ipynb",
+        "ben/homework.ipynb",
+        "cat/05_attention.ipynb",
+        "cat/05_attention (1).ipynb",
+        "eve/.ipynb_checkpoints/05_attention-checkpoint.ipynb",
+        "05_attention.ipynb",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "dan").mkdir()
+    handed_in, problems = grading.collect(tmp_path, list(sources))
+    assert list(handed_in) == [("ann", "05_attention")]
+    assert {(p.student, p.what) for p in problems} == {
+        ("", "05_attention.ipynb"),
+        ("ben", "homework.ipynb"),
+        ("cat", "05_attention"),
+        ("dan", "-"),
+        ("eve", "-"),
+    }
+
+
+def test_escape_sequences_do_not_reach_a_terminal():
+    text = "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202eabc\r\n\x1b"
+    assert grading.printable(text).isprintable()
+    assert "red" in grading.printable(text) and "title" not in grading.printable(text)
+
+
+def cell_of(name: str, source: str = "x = 1", **marks) -> nbformat.NotebookNode:
+    marks = {"grade_id": name, "grade": False, "solution": True, "locked": False} | marks
+    return nbformat.v4.new_code_cell(source, metadata={"nbgrader": marks})
+
+
+def test_only_answers_are_taken_from_a_submission():
+    """Points, tests, order and further marked cells are those of the exercise."""
+    test = {"grade": True, "solution": False, "locked": True, "points": 2}
+    handed_out = nbformat.v4.new_notebook(
+        cells=[cell_of("a"), cell_of("a-test", "assert False", **test), cell_of("b")]
+    )
+    theirs = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell("helper = 1"),
+            cell_of("a-test", "assert True", **(test | {"points": 100})),
+            cell_of("c", "stray = 1", **test),
+            cell_of("a", "mine = 1"),
+        ]
+    )
+    built = grading.rebuild(handed_out, theirs)
+    assert [(grading.grade_id(cell), cell.source) for cell in built.cells] == [
+        ("", "helper = 1"),
+        ("a", "mine = 1"),
+        ("a-test", "assert False"),
+        ("", "stray = 1"),
+        ("b", ""),
+    ]
+    assert built.cells[2].metadata.nbgrader.points == 2
+
+
+# ---------------------------------------------------------------- a whole class, through nbgrader
+
+
+def write_class(folder: Path, name: str, handed_out: Path) -> dict[str, str]:
+    """A folder of good and bad submissions; for each bad one a part of the reason."""
+    blank = handed_out.read_text(encoding="utf-8")
+    solved = sources[name].read_text(encoding="utf-8")
+    twice = json.loads(blank)
+    twice["cells"].append(twice["cells"][-2] | {"id": "again"})
+    marked = [c for c in twice["cells"] if c["metadata"].get("nbgrader")]
+    twice["cells"].append(marked[1] | {"id": "twice"})
+    stripped = json.loads(blank)
+    for cell in stripped["cells"]:
+        cell["metadata"] = {}
+    files = {
+        "solved": (solved, ""),
+        "blank": (blank, ""),
+        "empty": ("", "the file is empty"),
+        "pdf": ("%PDF-1.4", "it is a PDF"),
+        "conflict": (f"<<<<<<< HEAD\n{blank}\n>>>>>>> mine\n", "merge conflict"),
+        "twice": (json.dumps(twice), "is there twice"),
+        "stripped": (json.dumps(stripped), "lost nbgrader's metadata"),
+        "old": ('{"nbformat": 3, "worksheets": []}', "notebook format 3"),
+        "list": ("[1, 2]", "damaged"),
+        "deep": ("[" * 100_000, "damaged"),
+        "cells": ('{"nbformat": 4, "cells": [1]}', "damaged"),
+    }
+    for student, (text, _) in files.items():
+        (folder / student).mkdir(parents=True)
+        (folder / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
+    (folder / "folder" / f"{name}.ipynb").mkdir(parents=True)
+    (folder / "folder" / f"{name}.ipynb" / "notes.txt").write_text("")
+    (folder / "linked").mkdir()
+    (folder / "linked" / f"{name}.ipynb").symlink_to(folder / "solved" / f"{name}.ipynb")
+    reasons = {student: reason for student, (_, reason) in files.items() if reason}
+    return reasons | {"folder": "it is a folder", "linked": "it is a link"}
+
+
+HARM = """
+import pathlib
+for path in [{submissions!r}, {course!r}, {solutions!r}]:
+    for file in pathlib.Path(path).rglob("*"):
+        try:
+            file.unlink()
+        except OSError:
+            pass
+(pathlib.Path.home() / "sitecustomize.py").write_text("raise SystemExit")
+try:
+    print("x" * 10**8)
+finally:
+    raise AssertionError("\\x1b[2Jall points to me")
+"""
+
+
+def add_answer(path: Path, cell_name: str, code: str) -> str:
+    notebook = nbformat.read(path, as_version=4)
+    [cell] = [cell for cell in notebook.cells if grading.grade_id(cell) == cell_name]
+    cell.source = code
+    return nbformat.writes(notebook)
+
+
+@apart
+@pytest.mark.filterwarnings("ignore")
+def test_a_class_is_graded_whatever_it_hands_in(tmp_path, capfd, monkeypatch):
+    """One row for each student, the scores of the others are right, and nothing is harmed."""
+    name = "01_tokenization"
+    course = tmp_path / "course"
+    submissions = tmp_path / "submissions"
+    [handed_out] = exercises.release([sources[name]], course, tmp_path / "exercises")
+    reasons = write_class(submissions, name, handed_out)
+    places = {"submissions": submissions, "course": course, "solutions": ROOT / "solutions"}
+    harm = HARM.format(**{key: str(path) for key, path in places.items()})
+    (submissions / "a_harm").mkdir()
+    harmful = add_answer(handed_out, "task2-choose", harm)
+    (submissions / "a_harm" / f"{name} (2).ipynb").write_text(harmful, encoding="utf-8")
+    (submissions / "\x1b[31mred").mkdir()
+    before = sorted(path for path in submissions.rglob("*"))
+    monkeypatch.setattr(exercises, "COURSE", course)
+    monkeypatch.setattr(exercises, "find_exercises", lambda names=None: [sources[name]])
+    assert exercises.grade_folder(submissions, WAY.name) == 1
+    assert sorted(path for path in submissions.rglob("*")) == before
+    output, errors = capfd.readouterr()
+    assert "\x1b" not in output and WAY.name in output and "Traceback" not in output + errors
+    for student, reason in reasons.items():
+        assert re.search(rf"^{student} +not graded: .*{reason}", output, re.MULTILINE), student
+    total = sum(cell.points for cell in corpus.cells_of(name) if cell.kind == "test")
+    assert re.search(rf"^solved .* {total}\+4\?$", output, re.MULTILINE)
+    assert re.search(r"^blank .* 0$", output, re.MULTILINE)
+    assert re.search(r"^a_harm .* 0$", output, re.MULTILINE)
+    failed = dict(re.findall(r"^blank +(task\d\S+) +(\S.+)$", output, re.MULTILINE))
+    assert failed.keys() == {c.name for c in corpus.cells_of(name) if c.kind == "test"}
+    check_feedback(course, name)
+
+
+def check_feedback(course: Path, name: str) -> None:
+    """The page that a student gets back holds no hidden test."""
+    api = exercises.open_course(course, WAY.name)
+    exercises.succeed(api.generate_feedback(name, "blank"), "write the feedback")
+    [page] = course.glob("feedback/blank/**/*.html")
+    text = re.sub(r"<[^>]+>|\s+", "", page.read_text(encoding="utf-8"))
+    assert "HIDDENTESTS" not in text
+    cells = "\n".join(cell.source for cell in corpus.cells_of(name))
+    hidden = re.findall(r"### BEGIN HIDDEN TESTS\n(.*?)### END", cells, re.DOTALL)
+    lines = [line.strip() for region in hidden for line in region.splitlines()]
+    visible = re.sub(r"### BEGIN HIDDEN TESTS\n.*?### END", "", cells, flags=re.DOTALL)
+    secret = [line for line in lines if len(line) > 40 and line not in visible]
+    assert len(secret) > 10
+    assert [line for line in secret if re.sub(r"\s+", "", line) in text] == []
+
+
+# ---------------------------------------------------------------- all twenty
+
+
+def wrong_answers(name: str) -> dict[str, str]:
+    """For each answer the first of its wrong ones."""
+    cells = {cell.name: cell.source for cell in corpus.cells_of(name)}
+    wrong = [a for a in corpus.ANSWERS if a.exercise == name and not a.is_right]
+    return {answer.cell: answer.write(cells[answer.cell]) for answer in reversed(wrong)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sources)
+def test_exercise_is_graded(name, tmp_path):
+    """Through nbgrader: the right copy has all points, the blank and the wrong ones have none."""
+    course = tmp_path / "course"
+    [handed_out] = exercises.release([sources[name]], course, tmp_path / "exercises")
+    wrong = nbformat.read(handed_out, as_version=4)
+    for cell in wrong.cells:
+        cell.source = wrong_answers(name).get(grading.grade_id(cell), cell.source)
+    texts = {
+        "blank": handed_out.read_text(encoding="utf-8"),
+        "solved": sources[name].read_text(encoding="utf-8"),
+        "wrong": nbformat.writes(wrong),
+    }
+    for student, text in texts.items():
+        (tmp_path / "in" / student).mkdir(parents=True)
+        (tmp_path / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
+    scores, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
+    assert problems == []
+    corpus.check_scores(corpus.cells_of(name), [s for s in scores if s.student != "wrong"])
+    tests = {cell.name for cell in corpus.cells_of(name) if cell.kind == "test"}
+    earned = [s.cell for s in scores if s.student == "wrong" and s.cell in tests and s.score]
+    refuted = {cell.split("-test")[0] for cell in tests if cell not in earned}
+    assert refuted == wrong_answers(name).keys()
