@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHANGES', 'OURS_ALONE', 'VALUES', 'GPT2', 'LLAMA', 'MISTRAL', 'QWEN2', 'QWEN3', 'MIXTRAL', 'QWEN3_MOE', 'GEMMA2',
-           'FAMILIES', 'Change', 'Rule', 'rules', 'tensor_rules', 'Key', 'Family', 'read_config', 'write_config']
+           'PHI3', 'FAMILIES', 'Change', 'Rule', 'rules', 'tensor_rules', 'Key', 'Family', 'read_config',
+           'write_config']
 
 # %% ../../nbs/11a_families.ipynb #ce70c212
 import re
@@ -22,22 +23,25 @@ from .embedding import RopeScaling
 class Change(NamedTuple):
     """A change and its inverse.
 
-    Of tensors, from list to list; or of a value, where `read` gets the whole config.json as well.
+    Of tensors, from list to list, where `read` gets the number of rows of each of ours as well; or
+    of a value, where `read` gets the whole config.json as well.
     """
 
-    read: Callable[..., Any]  # theirs to ours: read(tensors), or read(value, hf)
+    read: Callable[..., Any]  # theirs to ours: read(tensors, rows), or read(value, hf)
     write: Callable[..., Any]  # ours to theirs: write(tensors), or write(value)
 
 
 CHANGES = {  # from a list of tensors to a list of tensors
-    "same": Change(list, list),
-    "transpose": Change(lambda ts: [t.t() for t in ts], lambda ts: [t.t() for t in ts]),
+    "same": Change(lambda ts, *_: list(ts), list),
+    "transpose": Change(lambda ts, *_: [t.t() for t in ts], lambda ts: [t.t() for t in ts]),
     # (C, 3C) to three times (C, C)
-    "split": Change(lambda ts: list(ts[0].t().chunk(3)), lambda ts: [torch.cat(ts).t()]),
+    "split": Change(lambda ts, *_: list(ts[0].t().chunk(3)), lambda ts: [torch.cat(ts).t()]),
+    # (a + b + ..., C) to (a, C), (b, C), ...
+    "rows": Change(lambda ts, rows: list(ts[0].split(rows)), lambda ts: [torch.cat(ts)]),
     # E times (F, C) to (E, F, C)
-    "stack": Change(lambda ts: [torch.stack(ts)], lambda ts: list(ts[0].unbind())),
+    "stack": Change(lambda ts, *_: [torch.stack(ts)], lambda ts: list(ts[0].unbind())),
     "plus_one": Change(
-        lambda ts: [t.float() + 1 for t in ts], lambda ts: [t.float() - 1 for t in ts]
+        lambda ts, *_: [t.float() + 1 for t in ts], lambda ts: [t.float() - 1 for t in ts]
     ),
 }
 
@@ -421,9 +425,34 @@ GEMMA2 = replace(
     )
     + LLAMA.tensors,
 )
+
+# %% ../../nbs/11a_families.ipynb #600e0507
+_OF_ATTENTION = " ".join(f"layers.{{i}}.self_attn.{p}_proj.weight" for p in "qkv")
+_OF_MLP = " ".join(f"layers.{{i}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+PHI3 = replace(
+    MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    keys={name: key for name, key in _KEYS.items() if name != "rope_scaling"}
+    | _HEAD
+    | dict(
+        num_kv_heads=Key("num_key_value_heads", None),
+        sliding_window=Key("sliding_window", None),
+    ),
+    required=dict(attention_bias=(False,), mlp_bias=(False,), lm_head_bias=(False,)),
+    harmless=tuple("original_max_position_embeddings embd_pdrop resid_pdrop auto_map".split()),
+    tensors=rules(
+        {
+            "layers.{i}.self_attn.qkv_proj.weight": _OF_ATTENTION,
+            "layers.{i}.mlp.gate_up_proj.weight": _OF_MLP,
+        },
+        "rows",
+    )
+    + LLAMA.tensors,
+)
 FAMILIES = {
     family.model_type: family
-    for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2)
+    for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3)
 }
 
 # %% ../../nbs/11a_families.ipynb #96baecda

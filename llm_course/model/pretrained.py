@@ -188,9 +188,10 @@ def _read_state(
     device: torch.device | str,
 ) -> dict[str, Tensor]:
     """Each tensor of the model by its name, copied from the files to `device`, in `dtype`."""
+    shapes = model.state_dict()  # on "meta": no numbers
     state = {
         name: torch.zeros_like(t, device=device)
-        for name, t in model.state_dict().items()
+        for name, t in shapes.items()
         if name.endswith(OURS_ALONE)
     }
     stored = {name: file.get_tensor(full) for name, (file, full) in tensors.items()}  # mapped only
@@ -201,9 +202,9 @@ def _read_state(
         change = CHANGES[rule.change]
         # bfloat16 would blur 1 + w
         kept = torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype
-        for name, tensor in zip(
-            rule.ours, change.read([stored[name] for name in rule.theirs]), strict=True
-        ):
+        rows = [len(shapes[name]) for name in rule.ours]
+        found = change.read([stored[name] for name in rule.theirs], rows)
+        for name, tensor in zip(rule.ours, found, strict=True):
             # a copy, since the file may change
             state[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
             if not _is_finite(state[name]):
