@@ -244,6 +244,31 @@ def test_speeds_equal_hugging_face_bit_for_bit(kind, factor):
         assert factor == 1 or not torch.equal(ours, hf_rotary(None, head_dim, theta).inv_freq)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mscale=1.0, mscale_all_dim=0.8),
+        dict(mscale=0.7, mscale_all_dim=0.7),
+        dict(mscale=0.7, mscale_all_dim=0.4, attention_factor=1.3),
+        dict(truncate=False),
+        dict(truncate=False, beta_fast=20.0, beta_slow=2.5),
+    ],
+)
+def test_yarn_of_deepseek_and_gpt_oss_equals_hugging_face(options):
+    positions = torch.tensor([[0, 5, 40_000]])
+    for head_dim, theta, factor in ((6, 1e4, 1.0), (64, 1e4, 40.0), (128, 1.5e5, 32.0)):
+        settings = YARN | options | dict(factor=factor)
+        ours = rotary(head_dim, settings, rope_theta=theta)
+        theirs = hf_rotary(settings, head_dim, theta)
+        assert torch.equal(ours.frequencies, theirs.inv_freq)
+        for mine, expected in zip(ours(positions), theirs(torch.zeros(1), positions), strict=True):
+            assert_close(mine, expected, atol=1e-6, rtol=0)
+    plain = rotary(128, YARN | dict(factor=32.0), rope_theta=1.5e5)
+    found = rotary(128, YARN | dict(factor=32.0) | options, rope_theta=1.5e5)
+    assert (plain.attention_factor != found.attention_factor) == ("mscale" in options)
+    assert torch.equal(plain.frequencies, found.frequencies) == ("truncate" not in options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("scaling", SCALINGS, ids=["none", "linear", "llama3", "yarn"])
 def test_tables_do_not_depend_on_the_default_dtype(scaling, dtype):
@@ -709,6 +734,14 @@ TABLES = RotaryEmbedding(4)(torch.arange(3))
         ),
         (lambda: RopeScaling(**YARN | dict(beta_slow=0.0)), "beta_slow=0.0"),
         (lambda: RopeScaling(**YARN | dict(attention_factor=-1.0)), "attention_factor=-1.0"),
+        (lambda: RopeScaling(**YARN | dict(mscale=1.0)), "mscale_all_dim=None: give both"),
+        (
+            lambda: RopeScaling(**YARN | dict(mscale=0.0, mscale_all_dim=1.0)),
+            "mscale=0.0 must be positive",
+        ),
+        (lambda: RopeScaling(**YARN | dict(truncate=0)), "truncate=0 must be true or false"),
+        (lambda: RopeScaling(**YARN | dict(truncate=None)), "truncate=None must be true"),
+        (lambda: RopeScaling(**LLAMA3 | dict(truncate=False)), "truncate=False means nothing"),
     ],
 )
 def test_wrong_input_is_named(call, message):

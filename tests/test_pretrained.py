@@ -70,6 +70,7 @@ LLAMA3 = dict(
     rope_theta=5e3,
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+DEEPSEEK = YARN | dict(mscale=1.0, mscale_all_dim=0.4, beta_fast=2.0, beta_slow=0.1)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 GEMMA = dict(
     head_dim=16,
@@ -103,6 +104,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "llama-yarn": (
         "llama",
         dict(rope_parameters=YARN | dict(attention_factor=1.3, beta_fast=16.0, beta_slow=2.0)),
+    ),
+    "llama-yarn-of-deepseek": (
+        "llama",
+        dict(rope_parameters=DEEPSEEK | dict(truncate=False)),
     ),
     "mistral": ("mistral", dict(sliding_window=8)),
     "mistral-no-window": ("mistral", dict(sliding_window=None)),
@@ -354,6 +359,16 @@ MISTAKES = {
         dict(layer_types=["full_attention", "sliding_attention", "full_attention"]),
     ),
     "scale of the heads": ("gemma2", None, dict(query_pre_attn_scalar=16)),
+    "no mscale": (
+        "llama-yarn-of-deepseek",
+        None,
+        dict(rope_parameters=DEEPSEEK | dict(truncate=False, mscale=None, mscale_all_dim=None)),
+    ),
+    "rounded ends of yarn": (
+        "llama-yarn-of-deepseek",
+        None,
+        dict(rope_parameters=DEEPSEEK),
+    ),
     "missing bias": ("qwen2", scale("_proj.bias", torch.zeros_like), {}),
     "query and key norm": ("qwen3", exchange("q_norm", "k_norm"), {}),
     "no window": ("mistral", None, dict(sliding_window=None)),

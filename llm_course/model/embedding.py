@@ -117,10 +117,30 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": (
+        *("original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
 }
 
 
+def _check_own_fields(scaling: "RopeScaling") -> None:
+    """ValueError for a field that `rope_type` does not have, or a value that is no number."""
+    own = ("factor", *_SCALING_FIELDS[scaling.rope_type])
+    for field in fields(scaling)[1:]:  # all but rope_type
+        value = getattr(scaling, field.name)
+        if field.name not in own and value != field.default:
+            raise ValueError(
+                f"{field.name}={value} means nothing to rope_type={scaling.rope_type!r}: it has"
+                f" {', '.join(own)}"
+            )
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        fits = isinstance(value, bool) if field.name == "truncate" else is_number
+        if value is not field.default and not fits:
+            kind = "true or false" if field.name == "truncate" else "a number"
+            raise ValueError(f"{field.name}={value!r} must be {kind}")
+
+# %% ../../nbs/03_embedding.ipynb #504f5a83
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How to slow RoPE down so that a model reads texts `factor` times as long; checked at
@@ -131,10 +151,12 @@ class RopeScaling:
     `original_max_position_embeddings` positions (`high_freq_factor` or `beta_fast` turns; yarn
     always keeps the first), slow down by `factor` those that turn rarely (`low_freq_factor` or
     `beta_slow` turns), and blend between. "yarn" also multiplies cosines and sines by
-    `attention_factor`, by default 0.1 ln(factor) + 1. Raises ValueError for numbers out of range,
-    and for a value other than the default in a field that `rope_type` does not have. The fields
-    `mscale` (DeepSeek) and `truncate` (gpt-oss) are not supported. Source: Chen et al. 2023
-    (linear); Peng et al. 2023, sections 3.2 and 3.4 (yarn); Meta's Llama 3.1 code (llama3).
+    `attention_factor`, by default 0.1 ln(factor) + 1; with `mscale` m and `mscale_all_dim` n
+    (DeepSeek) by default (0.1 m ln(factor) + 1) / (0.1 n ln(factor) + 1). Without `truncate`
+    (gpt-oss) the ends of its blend are not rounded to whole pairs. Raises ValueError for numbers
+    out of range, and for a value other than the default in a field that `rope_type` does not have.
+    Source: Chen et al. 2023 (linear); Peng et al. 2023, sections 3.2 and 3.4 (yarn); Meta's Llama
+    3.1 code (llama3).
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -145,6 +167,9 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         if self.rope_type not in list(_SCALING_FIELDS):
@@ -152,18 +177,7 @@ class RopeScaling:
                 f"rope_type={self.rope_type!r} must be one of {', '.join(_SCALING_FIELDS)};"
                 " scaling=None is none"
             )
-        own = ("factor", *_SCALING_FIELDS[self.rope_type])
-        for field in fields(self)[1:]:  # all but rope_type
-            value = getattr(self, field.name)
-            if field.name not in own and value != field.default:
-                raise ValueError(
-                    f"{field.name}={value} means nothing to rope_type={self.rope_type!r}: it has"
-                    f" {', '.join(own)}"
-                )
-            if value is not field.default and (
-                isinstance(value, bool) or not isinstance(value, Real)
-            ):
-                raise ValueError(f"{field.name}={value!r} must be a number")
+        _check_own_fields(self)
         if self.rope_type != "linear":
             check_sizes(original_max_position_embeddings=self.original_max_position_embeddings)
         if not 1 <= self.factor < math.inf:
@@ -177,18 +191,27 @@ class RopeScaling:
                     f"{low}={getattr(self, low)} must be positive and below"
                     f" {high}={getattr(self, high)}"
                 )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name}={value} must be positive and finite, or None for the default"
+                )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError(
-                f"attention_factor={self.attention_factor} must be positive and finite, or None for"
-                " the default"
+                f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}: give both or none"
             )
 
     @property
     def resolved_attention_factor(self) -> float:
-        """`attention_factor`, or the default for None: 0.1 ln(factor) + 1 for "yarn", else 1."""
+        """`attention_factor`, or the default for None: see above for "yarn", else 1."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" else 1.0
+        if self.rope_type != "yarn":
+            return 1.0
+        above = 0.1 * (self.mscale or 1.0) * math.log(self.factor) + 1.0
+        below = 0.1 * (self.mscale_all_dim or 0.0) * math.log(self.factor) + 1.0
+        return above / below
 
 # %% ../../nbs/03_embedding.ipynb #258fcce1
 def rotary_frequencies(
@@ -224,8 +247,13 @@ def rotary_frequencies(
     def pair(turns: float) -> float:  # the pair that makes so many turns, as a real number
         return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(rope_theta))
 
-    first = max(math.floor(pair(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair(scaling.beta_slow)), head_dim - 1)
+    first = pair(scaling.beta_fast)
+    last = pair(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return (1 - keep) * _frequencies(
