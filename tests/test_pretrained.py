@@ -1103,9 +1103,21 @@ def noisy(config, seed=0):
 
 
 def reopened(folder):
-    # eager experts: the others need widths that are multiples of 16 bytes
-    options = dict(attn_implementation="eager", experts_implementation="eager")
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width, kind", [(16, None), (20, "eager"), (50, "eager")])
+def test_experts_of_any_width_run_elsewhere(width, kind, dtype, tmp_path):
+    moe = dict(use_moe=True, num_experts=4, num_heads=2, head_dim=8, tie_word_embeddings=False)
+    model = noisy(ModelConfig(vocab_size=97, hidden_size=width, intermediate_size=24, **moe))
+    folder = save_pretrained(model.to(dtype), tmp_path / "x")
+    described = json.loads((folder / "config.json").read_text())
+    assert described.get("experts_implementation") == kind
+    exact = load_pretrained(folder, dtype=torch.float32)
+    ran = difference(exact, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
+    assert ran < 1e-4 or dtype == torch.bfloat16
+    assert difference(exact, reopened(folder).float()) < 1e-4
 
 
 def test_any_model_opens_elsewhere_or_is_refused_before_anything_is_written(tmp_path):

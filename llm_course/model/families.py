@@ -197,7 +197,7 @@ _HARMLESS = """
     pad_token_id unk_token_id attention_dropout router_aux_loss_coef output_router_logits
     output_attentions output_hidden_states return_dict chunk_size_feed_forward id2label label2id
     problem_type task_specific_params max_length max_sequence_length do_sample temperature top_p
-    transformers.js_config _num_labels
+    transformers.js_config _num_labels experts_implementation
     """.split()
 
 # %% ../../nbs/11a_families.ipynb #ab7d8ac7
@@ -613,6 +613,9 @@ def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         hf.setdefault(key.name.split("|")[0], value)
     if "use_sliding_window" in family.required:
         hf["use_sliding_window"] = hf["sliding_window"] is not None
+    if config.use_moe and (config.hidden_size % 8 or config.resolved_intermediate_size % 8):
+        # the faster ways of transformers multiply rows of whole 16 bytes only
+        hf["experts_implementation"] = "eager"
     return hf
 
 
