@@ -119,7 +119,7 @@ def check_dtype(name: str, x: Any, kind: Literal["floating", "integer"]) -> None
 
 # %% ../nbs/00b_checks.ipynb #fbda101c
 def bounded(default: Any, interval: str) -> Any:
-    """A dataclass field whose value, where it is not None, must lie in `interval`."""
+    """A dataclass field whose value, where it is a number, must lie in `interval`."""
     return dataclasses.field(default=default, metadata={"range": interval})
 
 
@@ -155,6 +155,8 @@ def fits_type(value: Any, kind: Any) -> bool:
     if origin is list:
         item_kind = get_args(kind)[0]
         return isinstance(value, list) and all(fits_type(item, item_kind) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if kind in (int, float):
         whole_or_real = Integral if kind is int else Real
         return isinstance(value, whole_or_real) and not isinstance(value, bool)
@@ -172,6 +174,8 @@ def type_in_words(kind: Any) -> str:
         if kind == list[str]:
             return "a list of texts"
         return f"a list of {type_in_words(get_args(kind)[0])}"
+    if origin is dict:
+        return "a mapping of names"
     words = {
         int: "a whole number",
         float: "a number",
@@ -209,6 +213,6 @@ def check_fields(instance: Any, section: str = "") -> None:
         if not fits_type(value, field.type):
             raise ValueError(f"{path}={value!r} must be {type_in_words(field.type)}")
         interval = field.metadata.get("range")
-        if interval and value is not None and not in_range(value, interval):
+        if interval and isinstance(value, Real) and not in_range(value, interval):
             raise ValueError(f"{path}={value!r} must be {range_in_words(interval)}")
         object.__setattr__(instance, field.name, value)

@@ -31,6 +31,7 @@ from llm_course.training.config import (
     DistributedConfig,
     LoggingConfig,
     OptimizationConfig,
+    SyntheticConfig,
     TrainingConfig,
 )
 from llm_course.training.sources import load_config, read_config, save_config
@@ -113,15 +114,20 @@ def wrong_for(kind) -> list:
     return wrong
 
 
+def is_mapping_for(kind, value) -> bool:
+    """Whether the value is to become a dataclass, which then says which key it doesn't know."""
+    return dataclasses.is_dataclass(kind) and isinstance(value, dict)
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_field_refuses_every_wrong_type_by_its_path(section):
     for field in dataclasses.fields(SECTIONS[section]):
         for value in wrong_for(field.type):
             with pytest.raises(ValueError) as error:
                 SECTIONS[section](**{field.name: value})
-            assert str(error.value).startswith(f"{section}.{field.name}=") and " must be " in str(
-                error.value
-            ), value
+            rule = " unexpected keyword " if is_mapping_for(field.type, value) else " must be "
+            assert str(error.value).startswith(f"{section}.{field.name}="), value
+            assert rule in str(error.value), value
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,8 @@ def test_a_run_has_one_length(given):
             dict(optimization=OptimizationConfig(router_bias_rate=0.01)),
             "router_bias_rate=0.01 needs model.use_moe=True",
         ),
-        (dict(model={"hidden_size": 64}), "model={'hidden_size': 64} must be a ModelConfig"),
+        (dict(model={"hidden_siz": 64}), "model={'hidden_siz': 64}: "),
+        (dict(model=64), "model=64 must be a ModelConfig"),
         (dict(run_dir=None), "run_dir=None must be a text"),
     ],
 )
@@ -730,7 +737,7 @@ REFUSED = [
         [],
         "optimization: {learning_rate: .nan}",
         {},
-        "optimization.learning_rate=nan must be a positive finite number",
+        "optimization.learning_rate=nan must be positive and finite",
     ),
     (
         ["--data.sequence_length", "300"],
@@ -929,7 +936,12 @@ def values_of(kind, name):
         str: text.filter(lambda value: name != "run_dir" or value),
         str | None: st.none() | text,
         list[str] | str: st.lists(text, max_size=3),
+        int | Literal["epoch"]: st.sampled_from([7, "epoch"]),
+        float | None: st.none() | st.floats(0.01, 0.99),
+        SyntheticConfig: st.builds(SyntheticConfig, num_examples=st.integers(16, 99)),
     }
+    if name == "master_port":
+        return st.none() | st.integers(1, 65535)
     if name == "clean":
         return st.lists(st.sampled_from(list(config_module.CLEANING_STEPS)), max_size=3)
     return table[kind] if kind in table else st.sampled_from(kind.__args__)
@@ -964,6 +976,7 @@ def configurations(draw):
     return dict(
         run_dir=draw(values_of(str, "run_dir")),
         task=draw(values_of(str, "task")),
+        callbacks=draw(st.sampled_from([[], ["a:B"], [{"class": "a:B", "n": [1, {"m": 0.5}]}]])),
         model=draw(st.sampled_from(shapes)),
         data=part(DataConfig, keep=("sequence_length",)),
         training=training,
