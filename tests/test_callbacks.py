@@ -31,6 +31,7 @@ from llm_course.training.callbacks import (
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.lr_finder import LearningRateCurve, find_learning_rate, trial
+from llm_course.training.monitoring import PerformanceMonitor
 from llm_course.training.task import LanguageModelingTask, RegressionTask
 
 
@@ -75,7 +76,8 @@ class Hooks(Callback):
 def test_every_hook_is_called_at_its_time():
     hooks = Hooks()
     make_engine(hooks, max_steps=30).run()  # 448 rows, 16 a batch: 28 steps an epoch
-    assert hooks.seen[:3] == [("on_train_start", 0), ("on_epoch_start", 0), ("on_step_end", 1)]
+    assert hooks.seen[:2] == [("on_train_start", 0), ("on_epoch_start", 0)]
+    assert hooks.seen[2:4] == [("on_batch_end", 0), ("on_step_end", 1)]
     names = [name for name, _ in hooks.seen]
     declared = {name for name in vars(Callback) if name.startswith("on_")}
     assert set(names) == declared - {"on_exception"}
@@ -83,7 +85,37 @@ def test_every_hook_is_called_at_its_time():
     assert hooks.seen.index(("on_epoch_end", 28)) < hooks.seen.index(("on_epoch_start", 28))
     assert names.count("on_step_end") == 30 and names[-1] == "on_train_end"
     at_four = [name for name, step in hooks.seen if step == 4]
-    assert at_four == ["on_validation_start", "on_validation_end", "on_step_end"]
+    assert at_four[:3] == ["on_validation_start", "on_validation_end", "on_step_end"]
+
+
+def test_micro_batches_add_up_to_their_step_and_cost_nothing_unheard(monkeypatch):
+    batches, steps = [], []
+
+    class Listener(Callback):
+        def on_batch_end(self, engine, metrics):
+            batches.append((metrics["batch"], float(metrics["loss_sum"])))
+            assert int(metrics["num_targets"]) > 0
+
+        def on_step_end(self, engine, metrics):
+            steps.append(metrics["loss_sum"])
+
+    make_engine(Listener(), max_steps=3, gradient_accumulation_steps=4).run()
+    assert [number for number, _ in batches] == list(range(12))
+    sums = [sum(loss for _, loss in batches[start : start + 4]) for start in (0, 4, 8)]
+    assert sums == pytest.approx(steps)
+    deaf = make_engine(max_steps=1)
+    monkeypatch.setattr(deaf, "_tell_batch", None)  # would fail if it were called
+    deaf.run()
+
+
+def test_intervals_may_be_an_epoch(tmp_path):
+    hooks = Hooks()
+    config_of = dict(max_steps=None, max_epochs=3, eval_interval="epoch")
+    make_engine(hooks, MetricsLogger(tmp_path, log_interval="epoch"), **config_of).run()
+    assert [step for name, step in hooks.seen if name == "on_validation_end"] == [28, 56, 84]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [28, 56, 84]
+    with pytest.raises(ValueError, match="log_interval='week' must be a whole number"):
+        MetricsLogger(tmp_path, log_interval="week")
 
 
 def test_the_log_holds_the_mean_over_all_targets_since_the_row_before(tmp_path):
@@ -106,7 +138,18 @@ def test_the_console_table_has_a_line_for_each_row(tmp_path):
     lines = []
     make_engine(MetricsLogger(tmp_path, log_interval=6, print_row=lines.append)).run()
     assert lines[0].split() == list(MetricsLogger.COLUMNS) and len(lines) == 1 + 4
-    assert len({len(line) for line in lines}) == 1 and lines[2].split()[0] == "6"
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split()[:3] == ["6", "0", "6/28"]
+    assert "28/28" in _table(tmp_path, max_steps=None, max_epochs=1)[-1]
+
+
+def _table(folder, **settings) -> list[str]:
+    lines = []
+    monitor = PerformanceMonitor(log_interval=1)
+    logger = MetricsLogger(folder / "table", log_interval=1, print_row=lines.append)
+    make_engine(monitor, logger, **settings).run()
+    assert float(lines[1].split()[-1].replace(",", "")) > 0  # milliseconds a batch
+    return lines
 
 
 def events(folder: Path) -> dict[str, list[int]]:

@@ -35,7 +35,7 @@ from llm_course.training.checkpointing import (
     verify,
 )
 from llm_course.training.config import Config, TrainingConfig
-from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.engine import Callback, TrainingEngine, TrainState
 from llm_course.training.logging import Logger
 from llm_course.training.signals import GracefulStop
 from llm_course.training.task import RegressionTask
@@ -54,7 +54,7 @@ class Told(Logger):
         super().__init__()
         self.lines: list[str] = []
 
-    def info(self, message: str) -> None:
+    def _say(self, message: str) -> None:
         self.lines.append(message)
 
 
@@ -431,7 +431,7 @@ def test_case_7_a_full_disk_leaves_the_old_one_and_the_run_goes_on(tmp_path):
             )
             assert list(ours.folder.iterdir()) == [old] and ours.latest() == old
         engine = SimpleNamespace(
-            state=SimpleNamespace(step=4),
+            state=TrainState(step=4),
             state_dict=lambda: numbered(4, size=20_000),
             runtime=ALONE,
         )
@@ -455,7 +455,7 @@ def test_when_the_main_process_cannot_save_the_others_try_again_with_it(tmp_path
     """All processes take part in state_dict: one that believed in a save that failed would leave
     the others waiting.
     """
-    engine = SimpleNamespace(state=SimpleNamespace(step=4), state_dict=lambda: numbered(4))
+    engine = SimpleNamespace(state=TrainState(step=4), state_dict=lambda: numbered(4))
     # the main process was refused
     engine.runtime = SimpleNamespace(is_main=False, world_size=2, any=lambda flag: True)
     checkpointer = Checkpointer(manager_of(tmp_path / "run"), save_interval=4)
@@ -921,7 +921,7 @@ def test_a_wrong_best_metric_ends_all_processes_alike(tmp_path):
             is_main=is_main, world_size=2, any=lambda flag, asked=asked: asked.append(flag) or flag
         )
         engine = SimpleNamespace(
-            state=SimpleNamespace(step=4),
+            state=TrainState(step=4),
             state_dict=lambda: numbered(4, val_loss=1.0),
             runtime=runtime,
         )

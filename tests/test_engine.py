@@ -747,15 +747,19 @@ for _name in HOOKS:
 
 def test_hooks_come_in_list_order():
     lines = []
-    make(
+    engine = make(
         callbacks=[Diary("a", lines), Diary("b", lines)],
         gradient_accumulation_steps=3,
         max_epochs=2,
         eval_interval=3,
-    ).run()
+    )
+    engine.run()
     assert lines[::2] == [("a", name) for _, name in lines[1::2]] and {
         name for name, _ in lines[1::2]
     } == {"b"}
+    batches = [name for _, name in lines[::2]].count("on_batch_end")
+    assert batches == 2 * len(list(engine.data.train_dataloader(epoch=0)))
+    lines = [(name, hook) for name, hook in lines if hook != "on_batch_end"]
     step = ["on_step_end"]
     validation = ["on_validation_start", "on_validation_end"]
     first = ["on_epoch_start", *step, *step, "on_epoch_end"]
@@ -784,7 +788,8 @@ def test_callback_that_raises_is_named_and_all_are_told(hook):
         engine.run()
     assert caught.value.__notes__ == [f"raised by Diary.{hook}"]
     assert lines[-3:] == [(name, "on_exception") for name in "abc"]
-    assert not engine.in_step  # the state can be saved, and is that of the last step
+    # between two steps the state can be saved, and is that of the last step
+    assert engine.in_step == (hook == "on_batch_end")
 
 
 def test_state_after_a_callback_that_raised_goes_on_exactly():

@@ -212,7 +212,8 @@ class TextRecipe:
     """Which text to train on, how it is cleaned and split, and how large the vocabulary is.
 
     `corpus`, `files`, `datasets` and `text_field` are as in `load_corpus`, and `clean` lists steps
-    of `CLEANING_STEPS`.
+    of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains one on the text, or the folder or file
+    of one that is used again.
     """
 
     corpus: str = "python-docs"
@@ -220,6 +221,7 @@ class TextRecipe:
     datasets: Sequence[str] = ()
     text_field: str = "text"
     clean: Sequence[str] = ()
+    tokenizer: str = "bpe"
     vocab_size: int = 4096
     val_fraction: float = 0.05
     seed: int = 0
@@ -237,6 +239,23 @@ class TextRecipe:
             num_proc=num_proc,
         )
         return clean_corpus(corpus, list(self.clean))
+
+    def given_tokenizer(self) -> BPETokenizer | None:
+        """Load the tokenizer that is used again, or return None where one is to be trained.
+
+        ValueError where there is none.
+        """
+        if self.tokenizer == "bpe":
+            return None
+        path = Path(self.tokenizer).expanduser()
+        if not path.exists():
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} is no folder and no file: name one that holds a"
+                f" {BPETokenizer.FILE_NAME}, or bpe, which trains one on the text"
+            )
+        if path.is_dir():
+            return BPETokenizer.load(path)
+        return BPETokenizer.from_json(path.read_text(encoding="utf-8"))
 
     def made_of(self, corpus: Corpus) -> dict[str, Any]:
         """Return what decides the ids that are prepared from the cleaned `corpus`."""
@@ -351,17 +370,24 @@ def prepare_text(
     `batching` is the part of the fingerprint that has nothing to do with the text. `check` may
     refuse the tokens of a split, which leaves the former files as they were.
     """
+    sha256 = expected.get("tokenizer_sha256")
+    if prepared.has_tokenizer(sha256):  # a run keeps its tokens
+        tokenizer: BPETokenizer | None = prepared.read_tokenizer()
+    else:
+        tokenizer = recipe.given_tokenizer()
     corpus, report = recipe.read(num_proc)
     made_of = recipe.made_of(corpus)
-    sha256 = expected.get("tokenizer_sha256")  # compared below, once there is a tokenizer
-    actual = made_of | batching | {"tokenizer_sha256": sha256}
+    if tokenizer is not None:
+        made_of["tokenizer_sha256"] = tokenizer.sha256
+    # a tokenizer that is trained is compared below, once it is there
+    actual = {"tokenizer_sha256": sha256} | made_of | batching
     check_same_data(expected, actual)
 
     documents = dict(zip(PreparedText.SPLITS, recipe.split(corpus), strict=True))
     is_prepared = prepared.is_made_of(made_of)
-    if is_prepared or prepared.has_tokenizer(sha256):  # a run keeps its tokens
+    if tokenizer is None and is_prepared:
         tokenizer = prepared.read_tokenizer()
-    else:
+    elif tokenizer is None:
         tokenizer = BPETokenizer.train(documents["train"], vocab_size=recipe.vocab_size)
     check_same_data(expected, actual | {"tokenizer_sha256": tokenizer.sha256})
     if is_prepared:
@@ -460,6 +486,7 @@ class TextDataModule(TokenDataModule):
         datasets: Sequence[str] = (),
         text_field: str = "text",
         clean: Sequence[str] = (),
+        tokenizer: str = "bpe",
         vocab_size: int = 4096,
         sequence_length: int = 256,
         batch_size: int = 16,
@@ -485,6 +512,7 @@ class TextDataModule(TokenDataModule):
             datasets=datasets,
             text_field=text_field,
             clean=clean,
+            tokenizer=tokenizer,
             vocab_size=vocab_size,
             val_fraction=val_fraction,
             seed=seed,

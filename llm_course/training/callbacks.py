@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -41,28 +41,34 @@ def _reported(metrics: dict[str, Any]) -> dict[str, Any]:
 class MetricsLogger(Callback):
     """Append a row to `metrics.jsonl` every `log_interval` steps and at every validation.
 
-    `print_row`, where given, is called with each row as a line of a table. A row's loss is the mean
-    over all targets since the row before. After a resume, rows later than the restored step are
-    dropped, so that no step appears twice.
+    With `log_interval="epoch"` the row comes at the end of each epoch. `print_row`, where given, is
+    called with each row as a line of a table. A row's loss is the mean over all targets since the
+    row before. After a resume, rows later than the restored step are dropped, so that no step
+    appears twice.
     """
 
     COLUMNS = {
         "step": "{:>8,d}",
+        "epoch": "{:>6d}",
+        "batch": "{:>11}",  # of how many
         "loss": "{:>8.3f}",
         "val_loss": "{:>8.3f}",
         "grad_norm": "{:>9.3f}",
         "learning_rate": "{:>13.2e}",
         "tokens_per_second": "{:>17,.0f}",
+        "ms_per_batch": "{:>13,.1f}",
     }
 
     def __init__(
         self,
         folder: str | Path,
         *,
-        log_interval: int = 10,
+        log_interval: int | Literal["epoch"] = 10,
         print_row: Callable[[str], None] | None = None,
     ):
-        (self.log_interval,) = check_sizes(log_interval=log_interval)
+        if log_interval != "epoch":
+            check_sizes(log_interval=log_interval)
+        self.log_interval = log_interval
         self.path = Path(folder) / "metrics.jsonl"
         self.print_row = print_row
         self._loss_sum = 0.0
@@ -80,7 +86,7 @@ class MetricsLogger(Callback):
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         self._loss_sum += metrics["loss_sum"]
         self._num_targets += metrics["num_targets"]
-        if engine.state.step % self.log_interval and "val_loss" not in metrics:
+        if not engine.state.is_due(self.log_interval) and "val_loss" not in metrics:
             return
 
         state = engine.state
@@ -98,11 +104,21 @@ class MetricsLogger(Callback):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=float) + "\n")  # a tensor of one number is a number
         if self.print_row:
-            cells = (
-                form.format(row[name]) if name in row else " " * len(form.format(0))
-                for name, form in self.COLUMNS.items()
-            )
-            self.print_row(" ".join(cells))
+            self.print_row(self._line(engine, row))
+
+    def _line(self, engine: TrainingEngine, row: dict[str, Any]) -> str:
+        """The row as a line of the table, with the place in the epoch."""
+        state = engine.state
+        at_end = state.batch == 0  # then the state is at the beginning of the next epoch
+        done = engine.num_batches if at_end else state.batch
+        shown = row | {"epoch": state.epoch - at_end, "batch": f"{done}/{engine.num_batches}"}
+        if "step_seconds" in row:
+            batches = engine.config.training.gradient_accumulation_steps
+            shown["ms_per_batch"] = 1000 * row["step_seconds"] / batches
+        return " ".join(
+            form.format(shown[name]) if name in shown else " " * len(form.format(0))
+            for name, form in self.COLUMNS.items()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_sum": self._loss_sum, "num_targets": self._num_targets}

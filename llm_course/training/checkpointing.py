@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -34,8 +34,8 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take the tensors out of a tree of dicts, lists and JSON values.
 
     Returns the tree with `{"__tensor__": path}` where a tensor was, and the tensors by path.
-    Integer keys become `"__int__5"`. TypeError names a leaf or a key that the files cannot hold,
-    and two tensors whose paths read the same.
+    Integer keys become `"__int__5"`, and a tuple `{"__tuple__": [...]}`. TypeError names a leaf or
+    a key that the files cannot hold, and two tensors whose paths read the same.
     """
     if isinstance(tree, Tensor):
         _check_storable(tree, path)
@@ -74,7 +74,10 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
                 " key in a key"
             )
         tensors |= found
-    return (parts if isinstance(tree, dict) else list(parts.values())), tensors
+    if isinstance(tree, dict):
+        return parts, tensors
+    values = list(parts.values())
+    return ({"__tuple__": values} if isinstance(tree, tuple) else values), tensors
 
 
 def _check_storable(leaf: Any, path: str) -> None:
@@ -93,10 +96,12 @@ def _check_storable(leaf: Any, path: str) -> None:
 
 # %% ../../nbs/18a_checkpointing.ipynb #7ccd2326
 def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo `split_tensors`; tuples come back as lists."""
+    """Undo `split_tensors`."""
     if isinstance(tree, dict):
         if tree.keys() == {"__tensor__"}:
             return tensors[tree["__tensor__"]]
+        if tree.keys() == {"__tuple__"}:
+            return tuple(join_tensors(value, tensors) for value in tree["__tuple__"])
         names = {
             name: int(name.removeprefix("__int__")) if name.startswith("__int__") else name
             for name in tree
@@ -402,6 +407,7 @@ class CheckpointManager(CheckpointFolder):
                     f"the checkpoint {final} could not be written: {error}. {free}"
                 ) from error
             raise
+        self.logger.debug(f"saved {final}")
         self.check_metrics(state.get("metrics", {}))
         self._tidy(final)
         return final
@@ -430,25 +436,26 @@ class CheckpointManager(CheckpointFolder):
 
 # %% ../../nbs/18a_checkpointing.ipynb #358a94ae
 class Checkpointer(Callback):
-    """Save every `save_interval` steps and at the end, also where the run was asked to stop; place
-    it after the loggers.
+    """Save every `save_interval` steps ("epoch": at the end of each) and at the end, also where the
+    run was asked to stop; place it after the loggers.
 
     A save that the disk refuses is a warning, and at the end an error. Where a run fails between
     two steps, it is saved too.
     """
 
-    def __init__(self, manager: CheckpointManager, *, save_interval: int):
+    def __init__(self, manager: CheckpointManager, *, save_interval: int | Literal["epoch"]):
         self.manager = manager
         self.save_interval = save_interval
         self.saved_step = -1
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
-        if engine.state.step % self.save_interval == 0:
+        if engine.state.is_due(self.save_interval):
             try:
                 self._save(engine)
             except OSError as error:
+                again = "epoch" if self.save_interval == "epoch" else f"{self.save_interval} steps"
                 self.manager.logger.warning(
-                    f"{error}. The run goes on and tries again after {self.save_interval} steps"
+                    f"{error}. The run goes on and tries again after the next {again}"
                 )
 
     def on_train_end(self, engine: TrainingEngine) -> None:

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
@@ -97,6 +97,13 @@ class TrainState:
         self.epoch += 1
         self.batch = 0
 
+    def is_due(self, interval: int | str) -> bool:
+        """Whether it is time, after a step, for what happens every `interval` steps.
+
+        With "epoch", that is after the last step of each epoch.
+        """
+        return self.batch == 0 if interval == "epoch" else self.step % int(interval) == 0
+
 
 class Callback:
     """Override the hooks that you need; they are called in list order.
@@ -109,6 +116,11 @@ class Callback:
 
     def on_epoch_start(self, engine: "TrainingEngine") -> None:
         """The next batch belongs to `engine.state.epoch`."""
+
+    def on_batch_end(self, engine: "TrainingEngine", metrics: dict[str, Any]) -> None:
+        """The gradient of a micro-batch is added up; `metrics` has its number in the epoch as
+        batch, and this rank's loss_sum and num_targets, tensors on the device.
+        """
 
     def on_step_end(self, engine: "TrainingEngine", metrics: dict[str, Any]) -> None:
         """A step is done; `metrics` has loss_sum, num_targets, grad_norm, learning_rate, and what a
@@ -149,6 +161,11 @@ class CallbackList(list[Callback]):
             except Exception as error:
                 error.add_note(f"raised by {type(callback).__name__}.{hook}")
                 raise
+
+    def listens(self, hook: str) -> bool:
+        """Whether any callback overrides `hook`."""
+        inherited = getattr(Callback, hook)
+        return any(getattr(getattr(each, hook), "__func__", None) is not inherited for each in self)
 
     def call_on_exception(self, engine: "TrainingEngine", error: BaseException) -> None:
         """Tell every callback of `error`; one that fails meanwhile doesn't hide it."""
@@ -304,6 +321,7 @@ class GradientWindow:
     train_model: nn.Module  # the same model, as compile and the runtime have wrapped it
     runtime: Runtime
     max_norm: float
+    on_batch: Callable[[int, StepOutput], None] | None = None  # told of each micro-batch
 
     def compute(
         self, micro_batches: Sequence[dict[str, Tensor]], optimizer: Optimizer
@@ -327,6 +345,8 @@ class GradientWindow:
                 scaler.scale(output.loss_sum + output.aux_sum).backward()
             loss_sum += output.loss_sum.detach()
             num_targets += output.num_targets
+            if self.on_batch is not None:
+                self.on_batch(index, output)
         return loss_sum, num_targets
 
     def mean_and_clip(self, num_targets: Tensor) -> Tensor:
@@ -575,7 +595,11 @@ class StepEngine:
         self.eval_model = self.forward.compile(self.model)
         self.train_model = self.runtime.wrap(self.eval_model)
         self.window = GradientWindow(
-            self.forward, self.model, self.train_model, self.runtime, training.max_grad_norm
+            self.forward,
+            self.model,
+            self.train_model,
+            self.runtime,
+            training.max_grad_norm,
         )
         if self.runtime.rank:
             seed_everything(training.seed + self.runtime.rank)  # dropout differs between ranks
@@ -622,6 +646,7 @@ class TrainingEngine(StepEngine):
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`."""
 
     data_seconds = 0.0  # waited for batches, in all
+    num_batches = 0  # of an epoch, on each rank; known from the first epoch's start
     stop_reason: str | None = None
     _stop_asked: str | None = None
 
@@ -634,6 +659,8 @@ class TrainingEngine(StepEngine):
                 "the last run was broken off inside a step: begin with a new engine, from the last"
                 " saved state"
             )
+        if self.callbacks.listens("on_batch_end"):
+            self.window.on_batch = self._tell_batch
         try:
             self.callbacks.call("on_train_start", self)
             self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
@@ -643,7 +670,17 @@ class TrainingEngine(StepEngine):
         except BaseException as error:
             self.callbacks.call_on_exception(self, error)
             raise
+        finally:
+            self.window.on_batch = None
         return self.metrics
+
+    def _tell_batch(self, index: int, output: StepOutput) -> None:
+        metrics = {
+            "batch": self.state.batch + index,
+            "loss_sum": output.loss_sum.detach(),
+            "num_targets": output.num_targets,
+        }
+        self.callbacks.call("on_batch_end", self, metrics)
 
     @property
     def done(self) -> bool:
@@ -661,6 +698,7 @@ class TrainingEngine(StepEngine):
         training = self.config.training
         state = self.state
         epoch = Epoch(self.data, state, self.runtime, training.gradient_accumulation_steps)
+        self.num_batches = epoch.num_batches
         self.train_model.train()
         self.callbacks.call("on_epoch_start", self)
         for window, seconds in epoch:
@@ -669,7 +707,7 @@ class TrainingEngine(StepEngine):
             # before anything can fail: this is the state to go on from
             if state.batch == epoch.num_batches:
                 state.begin_next_epoch()
-            if state.step % training.eval_interval == 0 or state.step == self.max_steps:
+            if state.is_due(training.eval_interval) or state.step == self.max_steps:
                 metrics |= self.validate()
             self.callbacks.call("on_step_end", self, metrics)
             self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
@@ -694,8 +732,15 @@ class TrainingEngine(StepEngine):
         loss = mean_loss(outputs, runtime=self.runtime, device=self.device)
         self.train_model.train()
 
-        further = self.task.metrics(loss, self.data)
-        self.metrics = {"val_loss": loss} | {f"val_{k}": float(v) for k, v in further.items()}
+        self.metrics = self._all_metrics(loss)
         self.state.validated_step = self.state.step
         self.callbacks.call("on_validation_end", self, self.metrics)
         return dict(self.metrics)
+
+    def _all_metrics(self, loss: float) -> dict[str, float]:
+        further = self.task.metrics(loss, self.data)
+        return {"val_loss": loss} | {f"val_{k}": float(v) for k, v in further.items()}
+
+    def metric_names(self) -> list[str]:
+        """The names of what a validation measures, known before the first."""
+        return list(self._all_metrics(1.0))

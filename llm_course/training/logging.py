@@ -11,29 +11,49 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..checks import check_choice
+
 # %% ../../nbs/17a_logging.ipynb #8f67473d
 class Logger:
     """Lines for people, on standard error; silent on every rank but the first.
 
-    With `file` they are also appended to that file, with the time in front.
+    With `file` they are also appended to that file, with the time in front. `level` is the least
+    that is told: "warning" leaves out `info`, and "debug" adds details, to the file alone.
     """
 
-    def __init__(self, *, rank: int = 0, file: str | Path | None = None):
+    LEVELS = ("debug", "info", "warning")
+
+    def __init__(self, *, rank: int = 0, file: str | Path | None = None, level: str = "info"):
+        check_choice(self.LEVELS, level=level)
         self.rank = rank
         self.file = None if file is None else Path(file)
+        self.level = level
+
+    def debug(self, message: str) -> None:
+        """Note a detail that may explain something later."""
+        if self.level == "debug":
+            self._write(message)
 
     def info(self, message: str) -> None:
         """Say what is going on."""
+        if self.level != "warning":
+            self._say(message)
+
+    def warning(self, message: str) -> None:
+        """Say what may be wrong."""
+        self._say(f"warning: {message}")
+
+    def _say(self, message: str) -> None:
         if self.rank:
             return
         with suppress(OSError):  # the terminal may be gone; the run goes on
             # in one piece, also under `python -u`, where print writes each argument by itself
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()
-        if self.file is not None:
-            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        self._write(message)
 
-    def warning(self, message: str) -> None:
-        """Say what may be wrong."""
-        self.info(f"warning: {message}")
+    def _write(self, message: str) -> None:
+        if self.rank or self.file is None:
+            return
+        with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")

@@ -8,6 +8,7 @@ __all__ = ['StepOutput', 'TrainingTask', 'LinearDataModule', 'RegressionTask', '
 # %% ../../nbs/13b_task.ipynb #453c329e
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..checks import check_sizes
 from ..model.decoder import DecoderModel
-from ..text.data import BaseDataModule, TextDataModule
+from ..text.data import BaseDataModule, SyntheticDataModule, TextDataModule
 from .config import Config
 from .optim import build_optimizer, build_schedule
 
@@ -31,9 +33,12 @@ class StepOutput(NamedTuple):
     aux_sum: Tensor | float = 0.0
 
 # %% ../../nbs/13b_task.ipynb #0243ecb4
-class TrainingTask:
+class TrainingTask(ABC):
     """What the engine must know about a learning problem. Subclass it; name the class with `--task
     package.module:Class`.
+
+    `build_model` and `train_step` must be defined: TypeError names those that aren't. `build_data`
+    is needed where the engine isn't given its data.
     """
 
     def __init__(self, config: Config):
@@ -44,9 +49,9 @@ class TrainingTask:
         """The data module that feeds this task."""
         raise NotImplementedError(f"{type(self).__name__} must define build_data")
 
+    @abstractmethod
     def build_model(self, data: BaseDataModule) -> nn.Module:
         """The model, on the CPU; `data` is set up, so its vocabulary is known."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_model")
 
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """The loss, *summed* over targets; None where the model computes its loss itself."""
@@ -62,15 +67,17 @@ class TrainingTask:
         """
         return build_schedule(optimizer, self.config.optimization, max_steps=max_steps)
 
+    @abstractmethod
     def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
         """The summed loss of a batch and its number of targets. The engine calls backward."""
-        raise NotImplementedError(f"{type(self).__name__} must define train_step")
 
     def validation_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
         """As `train_step`, for a validation batch."""
         return self.train_step(model, batch)
 
-    def after_update(self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+    def after_update(  # noqa: B027  # need not be defined
+        self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> None:
         """Changes beside the gradient's, after an optimizer step, such as a router's bias."""
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
@@ -79,34 +86,42 @@ class TrainingTask:
 
 # %% ../../nbs/13b_task.ipynb #6eba1997
 class LinearDataModule(BaseDataModule):
-    """Rows x (8 numbers) with y = x w + b + noise, whose best w and b are known in closed form:
-    `solution()`.
+    """Rows x (`num_features` numbers) with y = x w + b + noise, whose best w and b are known in
+    closed form: `solution()`.
     """
 
-    NUM_FEATURES = 8
     NOISE = 0.1
 
-    def __init__(self, *, num_examples: int = 512, batch_size: int = 16, seed: int = 0):
-        if num_examples < 16:
+    def __init__(
+        self,
+        *,
+        num_examples: int = 512,
+        num_features: int = 8,
+        batch_size: int = 16,
+        seed: int = 0,
+    ):
+        check_sizes(num_features=num_features)
+        if num_examples < 2 * num_features:
             raise ValueError(
-                f"num_examples={num_examples} must be at least 16: two are held out, and nine"
-                " numbers are fitted"
+                f"num_examples={num_examples} must be at least {2 * num_features}: some are held"
+                f" out, and {num_features + 1} numbers are fitted"
             )
         self.num_examples = num_examples
+        self.num_features = num_features
         self.batch_size = batch_size
         self.seed = seed
 
     def setup(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
-        x = torch.randn(self.num_examples, self.NUM_FEATURES, generator=generator)
-        weight = torch.randn(self.NUM_FEATURES, generator=generator)
+        x = torch.randn(self.num_examples, self.num_features, generator=generator)
+        weight = torch.randn(self.num_features, generator=generator)
         y = x @ weight + 1 + self.NOISE * torch.randn(self.num_examples, generator=generator)
-        num_val = self.num_examples // 8
+        num_val = max(self.num_examples // 8, 1)
         self.val_dataset = _Rows(x[:num_val], y[:num_val])
         self.train_dataset = _Rows(x[num_val:], y[num_val:])
 
     def solution(self) -> Tensor:
-        """w (8) and then b that minimise the squared error on the training rows."""
+        """w (num_features) and then b that minimise the squared error on the training rows."""
         x = self.train_dataset.x
         y = self.train_dataset.y
         return torch.linalg.lstsq(
@@ -114,7 +129,12 @@ class LinearDataModule(BaseDataModule):
         ).solution[:, 0]
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"num_examples": self.num_examples, "batch_size": self.batch_size, "seed": self.seed}
+        return {
+            "num_examples": self.num_examples,
+            "num_features": self.num_features,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
 
 
 class _Rows:
@@ -130,17 +150,21 @@ class _Rows:
 
 # %% ../../nbs/13b_task.ipynb #e6048610
 class RegressionTask(TrainingTask):
-    """Fit a line in eight dimensions by the squared error: small enough that the right answer is
-    known.
+    """Fit a line in a few dimensions by the squared error: small enough that the right answer is
+    known. `data.synthetic` has the sizes.
     """
 
     def build_data(self) -> LinearDataModule:
+        sizes = self.config.data.synthetic
         return LinearDataModule(
-            batch_size=self.config.training.batch_size, seed=self.config.training.seed
+            num_examples=sizes.num_examples,
+            num_features=sizes.num_features,
+            batch_size=self.config.training.batch_size,
+            seed=self.config.training.seed,
         )
 
     def build_model(self, data: BaseDataModule) -> nn.Module:
-        return nn.Linear(LinearDataModule.NUM_FEATURES, 1)
+        return nn.Linear(self.config.data.synthetic.num_features, 1)
 
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor]:
         return nn.MSELoss(reduction="sum")
@@ -152,32 +176,36 @@ class RegressionTask(TrainingTask):
 
 # %% ../../nbs/13b_task.ipynb #1547b2e7
 class LanguageModelingTask(TrainingTask):
-    """Predict the next token: a `DecoderModel` on a `TextDataModule`, cross-entropy in nats."""
+    """Predict the next token: a `DecoderModel` on a `TextDataModule`, cross-entropy in nats.
+
+    Where `data.corpus` names a task of `SyntheticDataModule`, that is the data.
+    """
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._tokens_per_expert: Tensor | None = None  # (L, E), since the last optimizer step
 
     def build_data(self) -> BaseDataModule:
-        data = self.config.data
         training = self.config.training
-        settings = dataclasses.asdict(data)
+        batches = {"batch_size": training.batch_size, "seed": training.seed}
+        settings = dataclasses.asdict(self.config.data)
+        sizes = settings.pop("synthetic")
+        if self.config.data.corpus in SyntheticDataModule.TASKS:
+            del sizes["num_features"]
+            return SyntheticDataModule(self.config.data.corpus, **sizes, **batches)
         return TextDataModule(
-            self.config.run_dir,
-            batch_size=training.batch_size,
-            seed=training.seed,
-            progress=self.config.logging.progress,
-            **settings,
+            self.config.run_dir, progress=self.config.logging.progress, **settings, **batches
         )
 
     def build_model(self, data: BaseDataModule) -> DecoderModel:
         vocab_size = data.vocab_size
-        if self.config.model.vocab_size not in (None, vocab_size):
+        asked = self.config.model.vocab_size
+        if asked is not None and asked < vocab_size:
             raise ValueError(
-                f"model.vocab_size={self.config.model.vocab_size} is not the tokenizer's"
-                f" {vocab_size}: leave it out, or set data.vocab_size"
+                f"model.vocab_size={asked} is less than the tokenizer's {vocab_size}: leave it out,"
+                " or set data.vocab_size"
             )
-        model = DecoderModel(dataclasses.replace(self.config.model, vocab_size=vocab_size))
+        model = DecoderModel(dataclasses.replace(self.config.model, vocab_size=asked or vocab_size))
         model.activation_checkpointing = self.config.training.activation_checkpointing
         return model
 
