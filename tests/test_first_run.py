@@ -240,7 +240,7 @@ def test_resume_is_exact(folder, stop):
             ["--model.initializer_range", "-1"],
             "initializer_range=-1.0 must be positive and finite",
         ),
-        (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must lie in [0, 1)"),
+        (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must be at least 0 and below 1"),
         (["--data.sequence_length", "64"], "does not fit model.max_position_embeddings=32"),
     ],
 )

@@ -20,7 +20,7 @@ from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
 from llm_course.training import monitoring
 from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
-from llm_course.training.engine import TrainingEngine
+from llm_course.training.engine import TrainingEngine, TrainState
 from llm_course.training.logging import Logger
 from llm_course.training.monitoring import (
     PerformanceMonitor,
@@ -60,7 +60,7 @@ def test_speed_leaves_validation_out_and_tells_waiting_from_computing(clock, fir
     config = ModelConfig(vocab_size=64, **SMALL)
     model = DecoderModel(config)
     engine = SimpleNamespace(
-        state=SimpleNamespace(step=first, targets=100 * first),
+        state=TrainState(step=first, targets=100 * first),
         data_seconds=7.0,
         device=torch.device("cpu"),
         model=model,

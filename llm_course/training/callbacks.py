@@ -37,6 +37,21 @@ def _reported(metrics: dict[str, Any]) -> dict[str, Any]:
     sums = ("loss_sum", "num_targets")
     return {name: value for name, value in metrics.items() if name not in sums}
 
+
+def _table_line(columns: dict[str, str], engine: TrainingEngine, row: dict[str, Any]) -> str:
+    """A row as a line of the table, with the place in the epoch; what it hasn't stays blank."""
+    state = engine.state
+    at_end = state.batch == 0  # then the state is at the beginning of the next epoch
+    done = engine.num_batches if at_end else state.batch
+    shown = row | {"epoch": state.epoch - at_end, "batch": f"{done}/{engine.num_batches}"}
+    if "step_seconds" in row:
+        batches = engine.config.training.gradient_accumulation_steps
+        shown["ms_per_batch"] = 1000 * row["step_seconds"] / batches
+    return " ".join(
+        form.format(shown[name]) if name in shown else " " * len(form.format(0))
+        for name, form in columns.items()
+    )
+
 # %% ../../nbs/16a_callbacks.ipynb #5d1f0a3e
 class MetricsLogger(Callback):
     """Append a row to `metrics.jsonl` every `log_interval` steps and at every validation.
@@ -104,21 +119,7 @@ class MetricsLogger(Callback):
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, default=float) + "\n")  # a tensor of one number is a number
         if self.print_row:
-            self.print_row(self._line(engine, row))
-
-    def _line(self, engine: TrainingEngine, row: dict[str, Any]) -> str:
-        """The row as a line of the table, with the place in the epoch."""
-        state = engine.state
-        at_end = state.batch == 0  # then the state is at the beginning of the next epoch
-        done = engine.num_batches if at_end else state.batch
-        shown = row | {"epoch": state.epoch - at_end, "batch": f"{done}/{engine.num_batches}"}
-        if "step_seconds" in row:
-            batches = engine.config.training.gradient_accumulation_steps
-            shown["ms_per_batch"] = 1000 * row["step_seconds"] / batches
-        return " ".join(
-            form.format(shown[name]) if name in shown else " " * len(form.format(0))
-            for name, form in self.COLUMNS.items()
-        )
+            self.print_row(_table_line(self.COLUMNS, engine, row))
 
     def state_dict(self) -> dict[str, Any]:
         return {"loss_sum": self._loss_sum, "num_targets": self._num_targets}

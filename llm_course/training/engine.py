@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['group_micro_batches', 'planned_steps', 'run_length', 'TrainState', 'Callback', 'CallbackList', 'check_step_output',
-           'MixedPrecision', 'with_dynamic_rows', 'ForwardPass', 'WindowTotals', 'GradientWindow', 'mean_loss', 'Epoch',
-           'prepare_data', 'agree_to_stop', 'follow_schedule', 'capture_state', 'restore_state', 'restore_optimizer',
-           'StepEngine', 'TrainingEngine']
+           'MixedPrecision', 'with_dynamic_rows', 'ForwardPass', 'WindowTotals', 'GradientWindow', 'batch_teller',
+           'mean_loss', 'validation_metrics', 'Epoch', 'prepare_data', 'agree_to_stop', 'follow_schedule',
+           'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine', 'TrainingEngine']
 
 # %% ../../nbs/14b_engine.ipynb #1a3ef654
 import itertools
@@ -359,6 +359,22 @@ class GradientWindow:
             gradient.div_(divisor.to(gradient.device))
         return self.runtime.whole(nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
+# %% ../../nbs/14b_engine.ipynb #4c2fb733
+def batch_teller(engine: "TrainingEngine") -> Callable[[int, StepOutput], None] | None:
+    """What calls `on_batch_end` after each micro-batch; None where no callback has that hook."""
+    if not engine.callbacks.listens("on_batch_end"):
+        return None
+
+    def tell(index: int, output: StepOutput) -> None:
+        metrics = {
+            "batch": engine.state.batch + index,
+            "loss_sum": output.loss_sum.detach(),
+            "num_targets": output.num_targets,
+        }
+        engine.callbacks.call("on_batch_end", engine, metrics)
+
+    return tell
+
 # %% ../../nbs/14b_engine.ipynb #36a43f88
 def mean_loss(outputs: Sequence[StepOutput], *, runtime: Runtime, device: torch.device) -> float:
     """The loss of a validation: the sum of its losses over the number of its targets.
@@ -375,6 +391,12 @@ def mean_loss(outputs: Sequence[StepOutput], *, runtime: Runtime, device: torch.
             "the validation data has no target: hold out more text, or unmask some labels"
         )
     return float(loss_sum) / num_targets
+
+
+def validation_metrics(task: TrainingTask, data: BaseDataModule, loss: float) -> dict[str, float]:
+    """What a validation reports: val_loss, and what the task derives from it, each with val_."""
+    further = task.metrics(loss, data)
+    return {"val_loss": loss} | {f"val_{name}": float(value) for name, value in further.items()}
 
 # %% ../../nbs/14b_engine.ipynb #b399106f
 class Epoch:
@@ -595,11 +617,7 @@ class StepEngine:
         self.eval_model = self.forward.compile(self.model)
         self.train_model = self.runtime.wrap(self.eval_model)
         self.window = GradientWindow(
-            self.forward,
-            self.model,
-            self.train_model,
-            self.runtime,
-            training.max_grad_norm,
+            self.forward, self.model, self.train_model, self.runtime, training.max_grad_norm
         )
         if self.runtime.rank:
             seed_everything(training.seed + self.runtime.rank)  # dropout differs between ranks
@@ -659,8 +677,7 @@ class TrainingEngine(StepEngine):
                 "the last run was broken off inside a step: begin with a new engine, from the last"
                 " saved state"
             )
-        if self.callbacks.listens("on_batch_end"):
-            self.window.on_batch = self._tell_batch
+        self.window.on_batch = batch_teller(self)
         try:
             self.callbacks.call("on_train_start", self)
             self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
@@ -670,17 +687,7 @@ class TrainingEngine(StepEngine):
         except BaseException as error:
             self.callbacks.call_on_exception(self, error)
             raise
-        finally:
-            self.window.on_batch = None
         return self.metrics
-
-    def _tell_batch(self, index: int, output: StepOutput) -> None:
-        metrics = {
-            "batch": self.state.batch + index,
-            "loss_sum": output.loss_sum.detach(),
-            "num_targets": output.num_targets,
-        }
-        self.callbacks.call("on_batch_end", self, metrics)
 
     @property
     def done(self) -> bool:
@@ -732,15 +739,7 @@ class TrainingEngine(StepEngine):
         loss = mean_loss(outputs, runtime=self.runtime, device=self.device)
         self.train_model.train()
 
-        self.metrics = self._all_metrics(loss)
+        self.metrics = validation_metrics(self.task, self.data, loss)
         self.state.validated_step = self.state.step
         self.callbacks.call("on_validation_end", self, self.metrics)
         return dict(self.metrics)
-
-    def _all_metrics(self, loss: float) -> dict[str, float]:
-        further = self.task.metrics(loss, self.data)
-        return {"val_loss": loss} | {f"val_{k}": float(v) for k, v in further.items()}
-
-    def metric_names(self) -> list[str]:
-        """The names of what a validation measures, known before the first."""
-        return list(self._all_metrics(1.0))

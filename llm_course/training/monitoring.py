@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -158,8 +158,8 @@ def measure_step(config: Config, *, steps: int = 3) -> StepCost:
 
 # %% ../../nbs/17b_monitoring.ipynb #1eadacbb
 class PerformanceMonitor(Callback):
-    """Add to the metrics, every `log_interval` steps: tokens_per_second, step_seconds,
-    data_seconds, peak_memory_gb; place it first.
+    """Add to the metrics, every `log_interval` steps ("epoch": at the end of each):
+    tokens_per_second, step_seconds, data_seconds, peak_memory_gb; place it first.
 
     `step_seconds` is the mean time of a step without validation, but with what other callbacks do;
     `data_seconds` the part of it that was spent waiting for batches. Tokens are targets: masked
@@ -171,8 +171,14 @@ class PerformanceMonitor(Callback):
     appendix B.
     """
 
-    def __init__(self, *, log_interval: int = 10, peak_flops: float | None = None):
-        if log_interval < 1 or (peak_flops is not None and not peak_flops > 0):
+    def __init__(
+        self,
+        *,
+        log_interval: int | Literal["epoch"] = 10,
+        peak_flops: float | None = None,
+    ):
+        too_often = log_interval != "epoch" and log_interval < 1
+        if too_often or (peak_flops is not None and not peak_flops > 0):
             raise ValueError(
                 f"log_interval={log_interval} must be at least 1, and peak_flops={peak_flops}"
                 " positive or None"
@@ -195,7 +201,7 @@ class PerformanceMonitor(Callback):
         self._start += time.perf_counter() - self._validation_start  # as if it had taken no time
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
-        if engine.state.step % self.log_interval:
+        if not engine.state.is_due(self.log_interval):
             return
         seconds = max(time.perf_counter() - self._start, 1e-9)
         steps = engine.state.step - self._step
@@ -315,7 +321,10 @@ def estimate_run(config: Config) -> RunEstimate:
     # the first steps of a process are slow; after some seconds it has come to rest
     if (more := round(4 / step.seconds)) > 3:
         step = measure_step(config, steps=more)
-    rank_rows = math.ceil(steps / training.eval_interval) * val_rows / world_size
+    step_rows = training.batch_size * training.gradient_accumulation_steps * world_size
+    by_epoch = training.eval_interval == "epoch"
+    every = math.ceil(train_rows / step_rows) if by_epoch else int(training.eval_interval)
+    rank_rows = math.ceil(steps / every) * val_rows / world_size
     return RunEstimate(
         parameters=count_parameters(model),
         flops=flops_per_token(model, length).training,

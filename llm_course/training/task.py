@@ -187,7 +187,7 @@ class LanguageModelingTask(TrainingTask):
 
     def build_data(self) -> BaseDataModule:
         training = self.config.training
-        batches = {"batch_size": training.batch_size, "seed": training.seed}
+        batches: dict[str, Any] = {"batch_size": training.batch_size, "seed": training.seed}
         settings = dataclasses.asdict(self.config.data)
         sizes = settings.pop("synthetic")
         if self.config.data.corpus in SyntheticDataModule.TASKS:

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("to go on, type the same command again")
             return 128 + signal.Signals[reason].value
     _report_loss(result.metrics)
-    if config.task == "lm":
+    if config.task == "lm" and Path(run_dir, "tokenizer.json").is_file():
         _show_sample(config)
-    print(f"the run is in {run_dir}; its curves are in {Path(run_dir, 'loss.png')}")
+    print(f"the run is in {run_dir}; its curves are in {config.log_dir / 'loss.png'}")
     return 0
 
 # %% ../../nbs/19b_train_command.ipynb #53f64a34

@@ -1,0 +1,373 @@
+"""What a run can begin with, where it keeps its files, and whose callbacks it calls."""
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llm_course.cli import main as cli
+from llm_course.model.config import ModelConfig
+from llm_course.model.pretrained import save_pretrained
+from llm_course.text.tokenization import BPETokenizer
+from llm_course.training import run as run_module
+from llm_course.training.callbacks import LRSchedulerCallback, read_metrics
+from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
+from llm_course.training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    OptimizationConfig,
+    SyntheticConfig,
+    TrainingConfig,
+)
+from llm_course.training.run import find_task, load_run, train_worker
+from llm_course.training.sources import read_config
+
+SMALL = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, max_position_embeddings=32)
+MINE = """
+from llm_course.training.engine import Callback
+from llm_course.training.task import TrainingTask
+
+class First(Callback):
+    losses = []
+
+    def on_train_start(self, engine):
+        self.losses.append(engine.validate()["val_loss"])
+
+class Tag(Callback):
+    def __init__(self, *, value, every=1):
+        self.value, self.every = value, every
+
+    def on_step_end(self, engine, metrics):
+        if engine.state.step % self.every == 0:
+            metrics["tag"] = self.value
+
+class Half(TrainingTask):
+    def build_model(self, data):
+        return None
+
+class NoData(Half):
+    def train_step(self, model, batch):
+        return None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    sys.modules.pop("mine", None)
+    Path("mine.py").write_text(MINE)
+    text = "The cat sat on the mat. A dog ran to the cat, and the cat ran away.\n\n"
+    Path("text.txt").write_text(text * 60)
+    return tmp_path
+
+
+def settings(run_dir, *, steps=6, model=SMALL, **parts) -> Config:
+    logging = LoggingConfig(progress=False, tensorboard=False, log_interval=1)
+    return Config(
+        **dict(
+            run_dir=run_dir,
+            model=model,
+            data=DataConfig(files=["text.txt"], vocab_size=300, sequence_length=16),
+            training=TrainingConfig(
+                max_steps=steps, batch_size=4, eval_interval=3, precision="fp32", device="cpu"
+            ),
+            optimization=OptimizationConfig(learning_rate=5e-3, warmup_steps=1),
+            checkpoint=CheckpointConfig(save_interval=2, keep_last=9),
+            logging=logging,
+        )
+        | parts
+    )
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_checkpoint(CheckpointManager(folder).latest())["model"]
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def first_loss() -> float:
+    """The loss that the callback `First` measured before the first step."""
+    return sys.modules["mine"].First.losses[-1]
+
+
+# ---------------------------------------------------------------- a model to begin with
+
+
+def test_a_run_begins_with_the_model_and_the_tokenizer_of_another(folder):
+    source = train_worker(settings("source"))
+    begun = settings(
+        "begun", init_from="source", model=ModelConfig(), callbacks=["mine:First"], steps=4
+    )
+    assert train_worker(begun).step == 4
+    assert first_loss() == source.metrics["val_loss"]  # the step 0 of one is the end of the other
+    assert BPETokenizer.load("begun") == BPETokenizer.load("source")
+    assert read_config("begun/config.yaml").model.hidden_size == 32
+    model, _ = load_run("begun")
+    assert model.config.hidden_size == 32
+
+
+def test_a_run_begins_with_a_folder_of_hugging_face(folder):
+    source = train_worker(settings("source"))
+    model, tokenizer = load_run("source")
+    save_pretrained(model, "exported", tokenizer=tokenizer)
+    begun = settings(
+        "begun", init_from="exported", model=ModelConfig(), callbacks=["mine:First"], steps=2
+    )
+    train_worker(begun)
+    assert first_loss() == pytest.approx(source.metrics["val_loss"], abs=1e-6)
+    assert cli(["train", "--config", "begun/config.yaml", "--training.max_steps", "3"]) == 0
+
+
+def test_it_is_resumed_exactly_also_without_its_source(folder):
+    train_worker(settings("source"))
+    begun = settings("straight", init_from="source", model=ModelConfig())
+    train_worker(begun)
+    train_worker(replace(begun, run_dir="cut", training=replace(begun.training, max_steps=4)))
+    # a schedule of six steps from the beginning
+    assert not same(weights("straight/checkpoints"), weights("cut/checkpoints"))
+    shutil.rmtree("cut")
+
+    stopped = replace(begun, run_dir="cut", callbacks=["stops:Stops"])
+    Path("stops.py").write_text(
+        "from llm_course.training.engine import Callback\n"
+        "class Stops(Callback):\n"
+        "    def on_step_end(self, engine, metrics):\n"
+        "        if engine.state.step == 4:\n"
+        "            engine.stop('test')\n"
+    )
+    assert train_worker(stopped).step == 4
+    shutil.rmtree("source")
+    assert train_worker(replace(begun, run_dir="cut"), resume=True).step == 6
+    assert same(weights("straight/checkpoints"), weights("cut/checkpoints"))
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_with_the_source_again(folder):
+    source = train_worker(settings("source"))
+    begun = settings("begun", init_from="source", model=ModelConfig(), callbacks=["mine:First"])
+    train_worker(begun)
+    shutil.rmtree("begun/checkpoints")
+    train_worker(begun)
+    assert first_loss() == source.metrics["val_loss"]
+
+
+@pytest.mark.parametrize(
+    "parts, words",
+    [
+        (
+            dict(model=replace(SMALL, hidden_size=64)),
+            "model.hidden_size=64 does not go with init_from=source, whose model has 32: leave",
+        ),
+        (
+            dict(data=DataConfig(tokenizer="other", sequence_length=16)),
+            "data.tokenizer=other does not go with init_from=source",
+        ),
+        (dict(init_from="nowhere"), "nowhere"),
+        (dict(task="regression"), "init_from=source needs a task that trains a DecoderModel"),
+        (
+            dict(data=DataConfig(sequence_length=64)),
+            "data.sequence_length=64 does not fit model.max_position_embeddings=32",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_source_is_refused(folder, parts, words):
+    train_worker(settings("source", steps=2))
+    begun = settings("begun", **dict(init_from="source", model=ModelConfig()) | parts)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        train_worker(begun)
+    assert not Path("begun/checkpoints").exists()
+
+
+def test_dropout_is_the_run_s_own(folder):
+    train_worker(settings("source", steps=2))
+    dropped = settings("begun", init_from="source", model=ModelConfig(dropout=0.3), steps=2)
+    train_worker(dropped)
+    assert read_config("begun/config.yaml").model.dropout == 0.3
+
+
+def test_a_tokenizer_is_used_again(folder):
+    train_worker(settings("source", steps=2))
+    again = settings("again", steps=2)
+    train_worker(replace(again, data=replace(again.data, tokenizer="source", vocab_size=999)))
+    assert BPETokenizer.load("again") == BPETokenizer.load("source")
+    assert load_run("again")[0].config.vocab_size == BPETokenizer.load("source").vocab_size
+
+
+# ---------------------------------------------------------------- going on from a path
+
+
+def test_a_run_goes_on_from_a_checkpoint_in_a_new_folder(folder):
+    train_worker(settings("straight"))
+    step_4 = "straight/checkpoints/step_00000004"
+    before = sorted(Path("straight").rglob("*"))
+    assert train_worker(settings("branch"), resume=step_4).step == 6
+    assert same(weights("straight/checkpoints"), weights("branch/checkpoints"))
+    assert sorted(Path("straight").rglob("*")) == before
+    rows = [row["step"] for row in read_metrics("branch/metrics.jsonl")]
+    assert rows == list(range(1, 7))
+    # a run's folder means its newest checkpoint
+    assert train_worker(settings("longer", steps=8), resume="straight").step == 8
+
+
+@pytest.mark.parametrize(
+    "words, resume, model",
+    [
+        ("there is no checkpoint; name the folder of one", "nowhere", SMALL),
+        ("branch has checkpoints of its own", "straight", SMALL),
+        ("straight holds another run: model.hidden_size=32 there, 64 now", "straight", "wide"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(folder, words, resume, model):
+    train_worker(settings("straight", steps=2))
+    shape = replace(SMALL, hidden_size=64) if model == "wide" else model
+    if "own" in words:
+        train_worker(settings("branch", steps=2))
+    with pytest.raises(ValueError, match=words):
+        train_worker(settings("branch", steps=4, model=shape), resume=resume)
+
+
+# ---------------------------------------------------------------- folders of one's own
+
+
+def test_checkpoints_and_logs_have_folders_of_their_own(folder, capsys):
+    def elsewhere(run_dir, **parts):
+        config = settings(run_dir, **parts)
+        return replace(
+            config,
+            checkpoint=replace(config.checkpoint, dir="big/disk"),
+            logging=replace(config.logging, dir="notes", sample_interval=2),
+        )
+
+    train_worker(elsewhere("run", steps=4))
+    found = {path.name for path in Path("notes").iterdir()}
+    assert {"metrics.jsonl", "loss.png", "log.txt", "samples.txt"} <= found
+    assert {path.name for path in Path("run").iterdir()} == {
+        ".lock",
+        "config.yaml",
+        "data",
+        "tokenizer.json",
+    }
+    assert [path.name for path in sorted(Path("big/disk").glob("step_*"))] == [
+        "step_00000002",
+        "step_00000004",
+    ]
+    assert train_worker(elsewhere("run"), resume=True).step == 6
+    assert cli(["evaluate", "--run", "run"]) == 0 and "step 6" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="checkpoint.dir=big/disk holds checkpoints of another"):
+        train_worker(elsewhere("other"))
+
+
+def test_one_checkpoint_an_epoch(folder):
+    config = settings("run", steps=None)
+    training = replace(config.training, max_steps=None, max_epochs=2, eval_interval="epoch")
+    by_epoch = replace(
+        config,
+        training=training,
+        checkpoint=replace(config.checkpoint, save_interval="epoch"),
+        logging=replace(config.logging, log_interval="epoch"),
+    )
+    result = train_worker(by_epoch)
+    ends = [result.step // 2, result.step]
+    assert [row["step"] for row in read_metrics("run/metrics.jsonl")] == ends
+    names = [path.name for path in sorted(Path("run/checkpoints").glob("step_*"))]
+    assert names == [f"step_{step:08d}" for step in ends]
+
+
+def test_details_go_to_the_file(folder, capsys):
+    config = settings("run", steps=2)
+    train_worker(replace(config, logging=replace(config.logging, level="debug")))
+    assert "saved run" in Path("run/log.txt").read_text() and "saved run" not in (
+        capsys.readouterr().err
+    )
+    quiet = settings("quiet", steps=2)
+    train_worker(replace(quiet, logging=replace(quiet.logging, level="warning")))
+    assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------- callbacks, tasks, data
+
+
+def test_own_callbacks_are_made_with_their_arguments(folder):
+    tagged = settings("run", callbacks=[{"class": "mine:Tag", "value": 7, "every": 2}], steps=4)
+    train_worker(tagged)
+    assert [row.get("tag") for row in read_metrics("run/metrics.jsonl")] == [None, 7, None, 7]
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ("mine:Missing", "callbacks='mine:Missing' cannot be loaded"),
+        ("mine", "callbacks='mine' cannot be loaded"),
+        ("pathlib:Path", "is not a subclass of Callback"),
+        ("mine:Tag", "callbacks='mine:Tag' cannot be made: .*'value'"),
+        ({"value": 1}, "names no class: write it as {class: package.module:Class"),
+    ],
+)
+def test_callbacks_that_cannot_be_made_are_refused(folder, entry, words):
+    with pytest.raises(ValueError, match=words):
+        train_worker(settings("run", callbacks=[entry]))
+    assert not Path("run/data").exists()  # before any slow work
+
+
+def test_a_plateau_lowers_the_rate_of_a_run(folder):
+    config = settings("run", steps=12, task="regression")
+    flat = OptimizationConfig(
+        learning_rate=1e-9,
+        warmup_steps=0,
+        schedule="constant",
+        plateau_factor=0.5,
+        plateau_patience=1,
+    )
+    training = replace(config.training, eval_interval=2, patience=9)
+    never_better = replace(config, optimization=flat, training=training)
+    made = run_module._callbacks(
+        never_better,
+        CheckpointManager("run/checkpoints"),
+        runtime=run_module.Runtime(),
+        logger=run_module.Logger(),
+    )
+    assert sum(isinstance(callback, LRSchedulerCallback) for callback in made) == 1
+    # with a rate of 0 but for rounding, no validation is better
+    train_worker(replace(never_better, optimization=replace(flat, learning_rate=1e-30)))
+    rates = [row["learning_rate"] for row in read_metrics("run/metrics.jsonl")]
+    assert len(rates) == 12 and rates[-1] < rates[0] / 8
+
+
+def test_a_wrong_best_metric_is_found_at_the_start(folder):
+    config = settings("run")
+    wrong = replace(config, checkpoint=replace(config.checkpoint, best_metric="val_accuracy"))
+    with pytest.raises(ValueError, match="'val_accuracy' is no result.*val_loss, val_bits"):
+        train_worker(wrong)
+    assert not Path("run/metrics.jsonl").exists() and not Path("run/config.yaml").exists()
+
+
+def test_an_unfinished_task_is_refused(folder):
+    with pytest.raises(ValueError, match="task='mine:Half' must define build_data, train_step"):
+        find_task("mine:Half")
+    with pytest.raises(ValueError, match="task='mine:NoData' must define build_data$"):
+        find_task("mine:NoData")
+
+
+@pytest.mark.parametrize("corpus", ["copy", "reverse", "modular_addition"])
+def test_made_up_data_trains_in_a_run(folder, corpus):
+    sizes = SyntheticConfig(num_examples=64, num_symbols=5, length=3)
+    config = settings(
+        "run", steps=2, data=DataConfig(corpus=corpus, synthetic=sizes, sequence_length=32)
+    )
+    assert "val_loss" in train_worker(config).metrics
+    saved = weights("run/checkpoints")
+    assert saved["embedding.embed_tokens.weight"].shape == (7, 32)
+
+
+def test_a_regression_has_the_sizes_that_are_asked_for(folder):
+    words = ["--data.synthetic.num_examples=64", "--data.synthetic.num_features=3"]
+    quiet = ["--logging.tensorboard=false", "--logging.progress=false", "--training.max_steps=5"]
+    assert cli(["train", "--task=regression", "--run-dir=run", *words, *quiet]) == 0
+    assert weights("run/checkpoints")["weight"].shape == (1, 3)
