@@ -1,6 +1,7 @@
 """What a run can begin with, where it keeps its files, and whose callbacks it calls."""
 
 import shutil
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from llm_course.training.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DistributedConfig,
     LoggingConfig,
     OptimizationConfig,
     SyntheticConfig,
@@ -26,6 +28,7 @@ from llm_course.training.config import (
 )
 from llm_course.training.run import find_task, load_run, train_worker
 from llm_course.training.sources import read_config
+from llm_course.training.train import LargeScaleLLMTrainer, LLMTrainer
 
 SMALL = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, max_position_embeddings=32)
 MINE = """
@@ -371,3 +374,39 @@ def test_a_regression_has_the_sizes_that_are_asked_for(folder):
     quiet = ["--logging.tensorboard=false", "--logging.progress=false", "--training.max_steps=5"]
     assert cli(["train", "--task=regression", "--run-dir=run", *words, *quiet]) == 0
     assert weights("run/checkpoints")["weight"].shape == (1, 3)
+
+
+# ---------------------------------------------------------------- from Python
+
+
+def test_a_trainer_is_a_run(folder):
+    trainer = LLMTrainer(settings("object", steps=4))
+    assert trainer.train().step == 4 and trainer.result.metrics["val_loss"] > 0
+    train_worker(settings("command", steps=4))
+    assert same(weights("object/checkpoints"), weights("command/checkpoints"))
+    assert trainer.generate("The cat", temperature=0.0, max_new_tokens=3).startswith("The cat")
+    with pytest.raises(ValueError, match="holds a finished run"):
+        trainer.train(resume=True)
+
+
+def test_a_large_scale_trainer_shares_the_model_out(folder):
+    alone = settings("alone", steps=4)
+    both = replace(alone, run_dir="both", training=replace(alone.training, batch_size=2))
+    large = LargeScaleLLMTrainer(both, world_size=2)
+    assert large.config.distributed.strategy == "fsdp"
+    result = large.train()
+    expected = LLMTrainer(alone).train()
+    assert result.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=1e-4)
+
+
+def test_processes_meet_where_they_are_told(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = settings("run", steps=2, task="regression")
+        busy = DistributedConfig(world_size=2, master_port=port)
+        with pytest.raises(ValueError, match=f"master_port={port}: .* Give an address of this"):
+            train_worker(replace(config, distributed=busy))
+    free = DistributedConfig(world_size=2, master_addr="localhost", master_port=port)
+    assert train_worker(replace(config, distributed=free)).step == 2

@@ -222,15 +222,23 @@ def _spread(value: Any, like: Tensor) -> Any:
     )
 
 # %% ../../nbs/15_distributed.ipynb #b4b3279e
-def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    master_addr: str = "127.0.0.1",
+    master_port: int | None = None,
+) -> Any:
     """Run `function(*arguments)` in `world_size` new processes; returns what the first returns.
 
     `function` must be importable, and what it takes and returns picklable; it must return no
     tensor, whose memory ends with its process. SIGINT and SIGTERM are handed on to all. When one
     process fails the others are ended and its error is raised here; a RuntimeError, which may be
     the echo of another's end, as the text of a new one, and an error that pickle cannot rebuild as
-    an Exception with its words. Raises ValueError for a `world_size` below 1, and RuntimeError in
-    another thread than the main one, and where the first process ends without an answer.
+    an Exception with its words. The processes meet at `master_addr`, an address of this machine,
+    and `master_port`, or a free one. Raises ValueError for a `world_size` below 1 and for a port
+    that isn't free, and RuntimeError in another thread than the main one, and where the first
+    process ends without an answer.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1: how many processes to start")
@@ -240,11 +248,9 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
             " them to no other"
         )
     results = mp.get_context("spawn").SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    address = master_addr, _free_port(master_addr, master_port)
     processes = mp.spawn(
-        _run, (function, world_size, port, results, arguments), nprocs=world_size, join=False
+        _run, (function, world_size, address, results, arguments), nprocs=world_size, join=False
     )
     said: list[tuple[int, Any]] = []  # rank, and its result or error
 
@@ -264,6 +270,21 @@ def launch(function: Callable[..., Any], world_size: int, *arguments: Any) -> An
             process.terminate()
     listen()
     return _answer_of_the_first(said)
+
+
+def _free_port(address: str, port: int | None) -> int:
+    """The port, or a free one for None; ValueError where it cannot be had at this address."""
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            free.bind((address, port or 0))
+        except OSError as error:
+            raise ValueError(
+                f"the processes cannot meet at distributed.master_addr={address},"
+                f" master_port={port}: {error}. Give an address of this machine, and a free port or"
+                " null"
+            ) from None
+        return free.getsockname()[1]
 
 
 def _most_telling(ended: Exception, said: list[Any]) -> Exception:
@@ -298,14 +319,14 @@ def _run(
     rank: int,
     function: Callable[..., Any],
     world_size: int,
-    port: int,
+    address: tuple[str, int],
     results: Any,
     arguments: tuple[Any, ...],
 ) -> None:
     if os.name == "posix":
         os.setpgrp()  # Ctrl-C reaches the parent alone, which hands it on once
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
     # else each would take all cores, and they would wait for each other
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))

@@ -475,7 +475,14 @@ def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         return _train_in_rank(config, resume)
     if config.distributed.world_size > 1:
-        return launch(_train_in_rank, config.distributed.world_size, config, resume)
+        return launch(
+            _train_in_rank,
+            config.distributed.world_size,
+            config,
+            resume,
+            master_addr=config.distributed.master_addr,
+            master_port=config.distributed.master_port,
+        )
     if config.distributed.strategy == "fsdp":
         raise ValueError(
             "distributed.strategy=fsdp needs several processes: set distributed.world_size, or use"
