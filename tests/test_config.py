@@ -459,6 +459,27 @@ def test_the_last_word_wins_and_dashes_are_underscores():
     )
 
 
+def test_resume_may_name_a_path():
+    for words, expected in (
+        (["--resume", "runs/a", "--run-dir", "b"], "runs/a"),
+        (["--run-dir", "b", "--resume=runs/a"], "runs/a"),
+        (["--resume", "--run-dir", "b"], True),
+        (["--run-dir", "b", "--resume"], True),
+    ):
+        config, resume = load_config(words)
+        assert (config.run_dir, resume) == ("b", expected)
+
+
+def test_model_from_is_another_name():
+    assert outcome(["--model.from", "runs/a"]).init_from == "runs/a"
+    assert outcome(["--model.from=runs/a"]) == outcome([], "init_from: runs/a")
+
+
+@pytest.mark.parametrize("name", ["compile", "precision"])
+def test_what_is_sought_among_the_optimization_settings_is_named(name):
+    assert f"do you mean 'training.{name}'?" in outcome([f"--optimization.{name}=true"])
+
+
 def test_a_length_is_changed_by_setting_the_other_to_null():
     file = "training: {max_steps: 7}"
     assert "set the others to null" in outcome(["--training.max_tokens", "5"], file)

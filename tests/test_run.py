@@ -219,6 +219,17 @@ def test_a_run_goes_on_from_a_checkpoint_in_a_new_folder(folder):
     assert train_worker(settings("longer", steps=8), resume="straight").step == 8
 
 
+def test_the_command_takes_both_paths(folder, capsys):
+    train_worker(settings("source"))
+    words = ["--config", "source/config.yaml", "--run-dir", "branch", "--training.max_steps", "8"]
+    assert cli(["train", *words, "--resume", "source"]) == 0
+    assert [row["step"] for row in read_metrics("branch/metrics.jsonl")] == list(range(1, 9))
+    words = ["--data.files", "text.txt", "--data.sequence_length", "16", "--run-dir", "begun"]
+    words += ["--training.max_steps", "1", "--logging.tensorboard", "false"]
+    assert cli(["train", "--model.from", "source", *words]) == 0
+    assert read_config("begun/config.yaml").init_from == "source"
+
+
 @pytest.mark.parametrize(
     "words, resume, model",
     [

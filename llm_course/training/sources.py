@@ -236,24 +236,40 @@ def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
 # %% ../../nbs/12b_config_sources.ipynb #f30095e1
 def load_config(
     argv: Sequence[str], *, prog: str = "llm-course train", use_environment: bool = True
-) -> tuple[Config, bool]:
+) -> tuple[Config, bool | str]:
     """Read a run's configuration from command-line words; returns it and whether `--resume` was
-    said.
+    said, or with which path.
 
     Precedence: defaults < the file of `LLM_COURSE_CONFIG` < `--config` files < environment
     (`LLM_COURSE_TRAINING__MAX_STEPS`) < command line. Of several files, and of a word that is said
     twice, the later wins. Raises ValueError for an unknown or doubled key, a wrong type or an
     impossible value. `--help` and `--print_config` print and leave by SystemExit.
     """
+    words, resume = _take_resume(argv)
     try:
-        values = _parse([_with_underscores(word) for word in argv], prog, use_environment)
+        values = _parse([_with_underscores(word) for word in words], prog, use_environment)
     except argparse.ArgumentError as error:
         raise ValueError(_in_short(str(error))) from None
     config: Config = _build(Config, values)
     if values["print_config"]:
         print(_to_yaml(config), end="")
         raise SystemExit(0)
-    return config, values["resume"]
+    return config, resume or values["resume"]
+
+
+def _take_resume(argv: Sequence[str]) -> tuple[list[str], bool | str]:
+    """The words without `--resume`, and what it says: whether it is there, or its path."""
+    words: list[str] = []
+    resume: bool | str = False
+    for previous, word in zip(["", *argv], argv, strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--resume":
+            resume = value if equals else True
+        elif previous == "--resume" and not word.startswith("-"):
+            resume = word
+        else:
+            words.append(word)
+    return words, resume
 
 
 def _parse(argv: list[str], prog: str, use_environment: bool) -> dict[str, Any]:
@@ -295,7 +311,8 @@ def _parser(prog: str, use_environment: bool) -> ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in run_dir; an error if there is none",
+        help="go on with the run in run_dir, or from the checkpoint or run at --resume PATH; an"
+        " error if there is none",
     )
     parser.add_argument(
         "--print_config",
@@ -306,9 +323,15 @@ def _parser(prog: str, use_environment: bool) -> ArgumentParser:
 
 
 def _with_underscores(word: str) -> str:
-    """Accept --run-dir for --run_dir."""
+    """Accept --run-dir for --run_dir, and --model.from for --init_from."""
     name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+    if not name.startswith("--"):
+        return word
+    name = name[2:].replace("-", "_")
+    return f"--{_ALIASES.get(name, name)}{equals}{value}"
+
+
+_ALIASES = {"model.from": "init_from"}
 
 # %% ../../nbs/12b_config_sources.ipynb #619fecbd
 def read_config(path: str | Path) -> Config:
