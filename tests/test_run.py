@@ -14,7 +14,7 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.pretrained import save_pretrained
 from llm_course.text.tokenization import BPETokenizer
 from llm_course.training import run as run_module
-from llm_course.training.callbacks import LRSchedulerCallback, read_metrics
+from llm_course.training.callbacks import LRSchedulerCallback, WandbLogger, read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import (
     CheckpointConfig,
@@ -421,3 +421,38 @@ def test_processes_meet_where_they_are_told(folder):
             train_worker(replace(config, distributed=busy))
     free = DistributedConfig(world_size=2, master_addr="localhost", master_port=port)
     assert train_worker(replace(config, distributed=free)).step == 2
+
+
+# ---------------------------------------------------------------- what cannot work, at the start
+
+
+def test_a_model_that_no_machine_holds_is_refused_in_a_line(folder, capsys):
+    shape = ["--model.hidden_size", "1048576", "--model.num_heads", "16"]
+    assert cli(["train", *shape, "--run-dir", "run"]) == 2
+    said = capsys.readouterr().err
+    assert "GB for weights, gradients and optimizer, and cpu has" in said
+    assert "Traceback" not in said and not Path("run").exists()
+
+
+def test_a_device_without_numbers_is_refused(folder, capsys):
+    assert cli(["train", "--training.device", "meta", "--run-dir", "run"]) == 2
+    assert "training.device='meta' holds no numbers to train on" in capsys.readouterr().err
+
+
+def test_an_exchanged_tokenizer_is_named(folder, capsys):
+    train_worker(settings("run", steps=2))
+    BPETokenizer.train(["another text, another text"], vocab_size=270).save("run")
+    assert cli(["generate", "--run", "run", "--prompt", "The"]) == 2
+    assert "run/tokenizer.json is another tokenizer (" in capsys.readouterr().err
+
+
+def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
+    (folder / "wandb").mkdir()
+    (folder / "wandb" / "__init__.py").write_text("import a_part_of_wandb_that_is_missing")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="a_part_of_wandb_that_is_missing"):
+        WandbLogger(folder, project="p")
+    (folder / "wandb" / "__init__.py").write_text("raise ImportError('libfoo.so is missing')")
+    with pytest.raises(ImportError, match="libfoo"):
+        WandbLogger(folder, project="p")

@@ -349,7 +349,9 @@ class WandbLogger(Callback):
     def __init__(self, folder: str | Path, *, project: str):
         try:
             import wandb  # type: ignore[import-not-found]
-        except ImportError:
+        except ModuleNotFoundError as error:
+            if error.name != "wandb":  # it is there, and lacks something itself
+                raise
             raise ValueError(
                 "logging.wandb_project needs the package wandb: pip install wandb, or leave it out"
             ) from None

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
-from ..hardware import matmul_flops, resolve_precision
+from ..hardware import matmul_flops, memory_bytes, resolve_precision
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
+from ..model.estimate import count_parameters, training_memory
 from ..model.generation import stream_text
 from ..model.pretrained import load_pretrained, pretrained_folder
 from ..text.tokenization import BPETokenizer
@@ -409,12 +410,33 @@ def _load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
         initial, _ = initial_model(str(source))
     engine.runtime.load_model(engine.model, initial.state_dict())
 
+# %% ../../nbs/19a_training.ipynb #16d21455
+def _check_memory(config: Config, runtime: Runtime) -> None:
+    """ValueError where a language model alone would need more memory than there is."""
+    if config.task != "lm":
+        return
+    device = runtime.device(config.training.device)
+    there = memory_bytes(device)
+    shape = replace(
+        config.model, vocab_size=config.model.vocab_size or min(config.data.vocab_size, 256)
+    )
+    memory = training_memory(shape, 1, 1)
+    shares = runtime.world_size if config.distributed.strategy == "fsdp" else 1
+    needed = (memory.weights + memory.gradients + memory.optimizer) // shares
+    if there is not None and needed > there:
+        raise ValueError(
+            f"a model of {count_parameters(shape).total:,} parameters needs {needed / 1e9:,.0f} GB"
+            f" for weights, gradients and optimizer, and {device} has {there / 1e9:,.0f} GB: make"
+            " model.hidden_size, model.num_layers or model.num_experts smaller"
+        )
+
 # %% ../../nbs/19a_training.ipynb #68d86a81
 def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult:
     """One run in this process, from its folder to its result."""
     run_dir = Path(config.run_dir)
     logger = Logger(rank=runtime.rank, file=config.log_dir / "log.txt", level=config.logging.level)
     config, initial = begin_with(config)
+    _check_memory(config, runtime)
     task = find_task(config.task)(config)
     manager = CheckpointManager(
         config.checkpoint_dir,
@@ -532,6 +554,12 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
             + shlex.join(["llm-course", "evaluate", "--run", str(run_dir)])
         )
     tokenizer = BPETokenizer.load(run_dir)
+    learned = state["data"].get("tokenizer_sha256", tokenizer.sha256)
+    if tokenizer.sha256 != learned:
+        raise ValueError(
+            f"{run_dir}/{BPETokenizer.FILE_NAME} is another tokenizer ({tokenizer.sha256[:12]})"
+            f" than the one that the model has learned ({learned[:12]}): put that one back"
+        )
     # the vocabulary's size is all that a task of text asks of its data
     data: Any = SimpleNamespace(vocab_size=tokenizer.vocab_size)
     model = find_task(config.task)(config).build_model(data)
