@@ -18,12 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from llm_course.hardware import (
-    computes_in_bf16,
-    matmul_flops,
-    resolve_device,
-    resolve_precision,
-)
+from ..hardware import computes_in_bf16, resolve_device, resolve_precision
 from ..model.decoder import DecoderModel
 from llm_course.model.estimate import (
     ParameterCount,
