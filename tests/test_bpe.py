@@ -4,6 +4,7 @@ naive drafts are the oracles.
 
 import json
 import os
+import random
 import unicodedata
 from collections import Counter
 from itertools import pairwise
@@ -18,11 +19,13 @@ from llm_course.text.bpe import (
     GPT2_PATTERN,
     apply_merges,
     between_special_tokens,
+    bytes_of_symbols,
     count_words,
     learn_merges,
     merges_from_tokens,
     room_for_merges,
 )
+from llm_course.text.tokenization import ByteBPETokenizer
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 SYMBOLS = {byte: symbol for symbol, byte in enumerate(BYTE_CHARACTERS)}
@@ -430,3 +433,52 @@ def test_visible_characters():
             add_prefix_space=False, use_regex=False
         ).pre_tokenize_str(text)
         assert visible == "".join(BYTE_CHARACTERS[byte] for byte in text.encode()) and not more
+
+
+# ---------------------------------------------------------------- ties
+
+
+def greatest_pairs(word_counts, num_merges):
+    """The merges, as bytes, of a trainer that recounts each time and lets the greater bytes win."""
+    words = {word: [bytes([byte]) for byte in word] for word in word_counts}
+    merges = []
+    for _ in range(num_merges):
+        counts = Counter()
+        for word, tokens in words.items():
+            for pair in pairwise(tokens):
+                counts[pair] += word_counts[word]
+        if not counts or max(counts.values()) < 2:
+            break
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        merges.append(best)
+        for word, tokens in words.items():
+            joined, i = [], 0
+            while i < len(tokens):
+                two = tuple(tokens[i : i + 2]) == best
+                joined.append(tokens[i] + tokens[i + 1] if two else tokens[i])
+                i += 1 + two
+            words[word] = joined
+    return merges
+
+
+def test_the_greater_bytes_win_where_that_is_asked_for():
+    differ = 0
+    for seed in range(80):
+        draw = random.Random(seed)
+        letters = draw.choice(["ab", "abc", "aé", "xyzw"])
+        words = Counter(
+            "".join(draw.choices(letters, k=draw.randint(1, 9))).encode() for _ in range(9)
+        )
+        merges = learn_merges(words, num_merges=15, ties="greater bytes")
+        tokens = bytes_of_symbols(merges)
+        assert [(tokens[a], tokens[b]) for a, b in merges] == greatest_pairs(words, 15)
+        differ += merges != learn_merges(words, num_merges=15)
+    assert differ > 40  # the rule decides something
+    with pytest.raises(ValueError, match="ties='max' is unknown: choose one of 'smaller symbols'"):
+        learn_merges({b"ab": 2}, num_merges=1, ties="max")
+    texts = ["the cat sat on the mat and the rat"] * 3
+    trained = [
+        ByteBPETokenizer.train(texts, vocab_size=270, ties=ties, special_tokens=[])
+        for ties in ("smaller symbols", "greater bytes")
+    ]
+    assert trained[0].merges != trained[1].merges

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import sys
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from llm_course.text.tokenization import (
     BPETokenizer,
     ByteBPETokenizer,
     SimpleCharacterTokenizer,
+    WordCache,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -696,3 +698,13 @@ def test_a_long_piece_is_not_cut_again_for_every_chunk(monkeypatch):
 def test_a_vocabulary_that_cannot_be_planned(cls, arguments, message):
     with pytest.raises(ValueError, match=message):
         cls.train(["abc"], **arguments)
+
+
+def test_the_memory_of_words_is_bounded_in_bytes():
+    cache = WordCache(lambda word: [0] * len(word), limit=100_000)
+    for number in range(5_000):
+        assert cache[f"word {number}"] == [0] * len(f"word {number}")
+    held = sum(sys.getsizeof(word) + sys.getsizeof(ids) for word, ids in cache.items())
+    assert 0 < held <= cache.num_bytes <= 100_000
+    assert cache["a long one " * 100_000] and cache.num_bytes <= 100_000  # not kept
+    assert cache["word 4999"] is cache["word 4999"]  # computed once

@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'CHAT_TOKENS', 'SpecialTokenSplitter', 'settled_parts', 'SavedAsJSON', 'chatml', 'check_ids',
-           'BaseTokenizer', 'SimpleCharacterTokenizer', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer']
+           'BaseTokenizer', 'SimpleCharacterTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer']
 
 # %% ../../nbs/01b_tokenization.ipynb #8471d679
 import hashlib
 import json
 import operator
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any, Self
@@ -327,6 +327,31 @@ class SimpleCharacterTokenizer(BaseTokenizer):
             raise ValueError("it was saved by another tokenizer")
         return cls.from_text(state["characters"])
 
+# %% ../../nbs/01b_tokenization.ipynb #4c94aebe
+class WordCache(dict[str, list[int]]):
+    """Words and their ids, as `encode` gives them: looked up where they are known.
+
+    It is emptied when it holds more than about `limit` bytes, so that a stream of ever new words,
+    or of long ones, doesn't fill the memory.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], limit: int = 2**26):
+        super().__init__()
+        self._encode = encode
+        self.limit = limit
+        self.num_bytes = 0
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._encode(word)
+        size = 100 + sys.getsizeof(word) + sys.getsizeof(ids)  # 100: its place in the table
+        if self.num_bytes + size > self.limit:
+            self.clear()
+            self.num_bytes = 0
+        if size <= self.limit:
+            self[word] = ids
+            self.num_bytes += size
+        return ids
+
 # %% ../../nbs/01b_tokenization.ipynb #68374932
 class MergeTable:
     """The merges of a byte-level BPE and the token id of each symbol: words to ids, ids to bytes.
@@ -340,8 +365,7 @@ class MergeTable:
         self.ids = list(ids)
         self.tokens = bytes_of_symbols(self.merges)  # the bytes of each symbol
         self._merged = {pair: 256 + rank for rank, pair in enumerate(self.merges)}
-        # frequent words stay in memory; a stream must not keep all of its words there
-        self.encode_word = lru_cache(maxsize=2**18)(self._encode_word)
+        self.encode_word = WordCache(self._encode_word).__getitem__
 
     def _encode_word(self, word: str) -> list[int]:
         symbols = apply_merges(word.encode("utf-8", "surrogateescape"), self._merged)
@@ -436,20 +460,20 @@ class ByteBPETokenizer(BaseTokenizer):
         vocab_size: int,
         special_tokens: Sequence[str] = SPECIAL_TOKENS,
         min_frequency: int = 2,
+        ties: str = "smaller symbols",
         progress: bool = False,
     ) -> Self:
         """Learn merges from `texts`, which are read once, until there are `vocab_size` entries.
 
         Learning ends early where no pair occurs `min_frequency` times; a warning then says how many
         entries there are. The special tokens take the first ids, the 256 bytes the next. Nothing is
-        learned from the name of a special token in a text, or across it. ValueError where
-        `vocab_size` has no room for bytes and special tokens.
+        learned from the name of a special token in a text, or across it. `ties` is as in
+        `learn_merges`. ValueError where `vocab_size` has no room for bytes and special tokens.
         """
         num_merges = room_for_merges(vocab_size, special_tokens)
         word_counts = count_words(between_special_tokens(texts, special_tokens))
-        merges = learn_merges(
-            word_counts, num_merges=num_merges, min_frequency=min_frequency, progress=progress
-        )
+        rules: dict[str, Any] = {"min_frequency": min_frequency, "ties": ties}
+        merges = learn_merges(word_counts, num_merges=num_merges, progress=progress, **rules)
         first = len(special_tokens)
         ids = range(first, first + 256 + len(merges))
         _warn_if_too_small(ids.stop, vocab_size)

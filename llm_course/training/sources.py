@@ -233,6 +233,21 @@ def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
         message = str(error)
         raise ValueError(message if message.startswith(path) else path + message) from None
 
+# %% ../../nbs/12b_config_sources.ipynb #91679e6b
+def _take_resume(argv: Sequence[str]) -> tuple[list[str], bool | str]:
+    """The words without `--resume`, and what it says: whether it is there, or its path."""
+    words: list[str] = []
+    resume: bool | str = False
+    for previous, word in zip(["", *argv], argv, strict=False):
+        name, equals, value = word.partition("=")
+        if name == "--resume":
+            resume = value if equals else True
+        elif previous == "--resume" and not word.startswith("-"):
+            resume = word
+        else:
+            words.append(word)
+    return words, resume
+
 # %% ../../nbs/12b_config_sources.ipynb #f30095e1
 def load_config(
     argv: Sequence[str], *, prog: str = "llm-course train", use_environment: bool = True
@@ -255,21 +270,6 @@ def load_config(
         print(_to_yaml(config), end="")
         raise SystemExit(0)
     return config, resume or values["resume"]
-
-
-def _take_resume(argv: Sequence[str]) -> tuple[list[str], bool | str]:
-    """The words without `--resume`, and what it says: whether it is there, or its path."""
-    words: list[str] = []
-    resume: bool | str = False
-    for previous, word in zip(["", *argv], argv, strict=False):
-        name, equals, value = word.partition("=")
-        if name == "--resume":
-            resume = value if equals else True
-        elif previous == "--resume" and not word.startswith("-"):
-            resume = word
-        else:
-            words.append(word)
-    return words, resume
 
 
 def _parse(argv: list[str], prog: str, use_environment: bool) -> dict[str, Any]:
