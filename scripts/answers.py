@@ -246,11 +246,12 @@ def guard_class(body: object, name: str, *bases: type, **options: object) -> typ
         raise Refused(f"the class {name} extends a type of values")
     made = builtins.__build_class__(body, name, *bases)
     for key in vars(made):
-        if key.startswith("__") and key not in CREATED | {"__dict__", "__weakref__"}:
+        if key.startswith("__") and key not in CREATED | OF_EVERY_CLASS:
             check_attribute(key)
     return made
 
 
+OF_EVERY_CLASS = {"__dict__", "__weakref__", "__abstractmethods__"}  # Python puts them there
 VALUES = {int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type, ModuleType}
 
 
