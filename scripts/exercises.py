@@ -55,7 +55,16 @@ RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
 
 FOR_STUDENTS = [
-    *["nbs", "llm_course", "configs", "README.md", "CONTRIBUTING.md", "LICENSE", "Makefile"],
+    *[
+        "nbs",
+        "llm_course",
+        "configs",
+        "README.md",
+        "TROUBLESHOOTING.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+    ],
     *["pyproject.toml", "constraints.txt", "settings.ini"],
 ]
 
