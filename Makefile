@@ -12,7 +12,8 @@ HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's c
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-init: $(VENV)/.dev  ## Set up .venv with everything the course uses
+init: $(VENV)/.dev  ## Set up .venv with everything the course uses, and the checks before each commit
+	@if git rev-parse --git-dir > /dev/null 2>&1; then $(BIN)/pre-commit install; fi
 
 train: $(VENV)/.runtime  ## Train a small model on real text; it ends up under runs/
 	$(BIN)/llm-course train --config configs/first_run.yaml

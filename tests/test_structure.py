@@ -534,3 +534,16 @@ def test_planted_title_and_number():
     assert len(numbering_faults(["01a_only"])) == 1
     assert len(numbering_faults(["01a_x", "01c_y"])) == 1
     assert len(numbering_faults(["attention"])) == 1
+
+
+@pytest.mark.parametrize("is_checkout", [True, False])
+def test_make_init_installs_the_checks_of_a_checkout(tmp_path, is_checkout):
+    for name in ("Makefile", ".pre-commit-config.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    if is_checkout:
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    # what is set up already is not set up again
+    words = ["make", f"VENV={sys.prefix}", "--old-file", f"{sys.prefix}/.dev", "init"]
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert (tmp_path / ".git" / "hooks" / "pre-commit").is_file() == is_checkout
