@@ -8,10 +8,14 @@ __all__ = ['COMMANDS', 'main']
 # %% ../nbs/19g_command.ipynb #e3c7931b
 import importlib
 import io
+import json
+import os
 import select
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 # %% ../nbs/19g_command.ipynb #756aeb31
@@ -88,6 +92,14 @@ def _reader_has_gone() -> bool:
             pass
     return not hasattr(select, "poll")  # Windows has none: take it for the reader, the usual reason
 
+# %% ../nbs/19g_command.ipynb #2040d3b4
+def _tell_torchrun(message: str) -> None:
+    """Leave an error where torchrun looks for the cause of a failure, if it has started us."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        note = {"message": message, "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(note), encoding="utf-8")
+
 # %% ../nbs/19g_command.ipynb #b814b6a5
 def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The function's result, or the exit status for what it raised, after a line on stderr."""
@@ -102,7 +114,9 @@ def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
         if not _is_ours(error):
             traceback.print_exc()
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", []))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        message = f"error: {error}{notes}"
+        print(message, file=sys.stderr)
+        _tell_torchrun(message)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; what has been saved is kept", file=sys.stderr)

@@ -1,7 +1,9 @@
 """What a run can begin with, where it keeps its files, and whose callbacks it calls."""
 
+import os
 import shutil
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from llm_course.training.run import find_task, load_run, train_worker
 from llm_course.training.sources import read_config
 from llm_course.training.train import LargeScaleLLMTrainer, LLMTrainer
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(hidden_size=32, num_layers=1, num_heads=2, max_position_embeddings=32)
 MINE = """
 from llm_course.training.engine import Callback
@@ -456,3 +459,14 @@ def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
     (folder / "wandb" / "__init__.py").write_text("raise ImportError('libfoo.so is missing')")
     with pytest.raises(ImportError, match="libfoo"):
         WandbLogger(folder, project="p")
+
+
+def test_torchrun_ends_with_the_error(folder):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += ["-m", "llm_course.training.train", "--training.max_stepz", "3"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    summary = done.stderr.partition("Root Cause")[2]
+    assert "'training.max_stepz' is no key of the configuration; do you mean" in summary
+    assert "To enable traceback" not in summary
