@@ -156,7 +156,10 @@ def fits_type(value: Any, kind: Any) -> bool:
         item_kind = get_args(kind)[0]
         return isinstance(value, list) and all(fits_type(item, item_kind) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+        return isinstance(value, dict) and all(
+            isinstance(key, str) and fits_type(item, get_args(kind)[1])
+            for key, item in value.items()
+        )
     if kind in (int, float):
         whole_or_real = Integral if kind is int else Real
         return isinstance(value, whole_or_real) and not isinstance(value, bool)

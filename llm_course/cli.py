@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,8 @@ def _tell_torchrun(message: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         note = {"message": message, "timestamp": int(time.time())}
-        Path(file).write_text(json.dumps(note), encoding="utf-8")
+        with suppress(OSError):  # the error itself has been told already
+            Path(file).write_text(json.dumps(note), encoding="utf-8")
 
 # %% ../nbs/19g_command.ipynb #b814b6a5
 def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -121,6 +123,9 @@ def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     except KeyboardInterrupt:
         print("\ninterrupted; what has been saved is kept", file=sys.stderr)
         return 130
+    except Exception as error:  # a bug, whose traceback Python prints
+        _tell_torchrun(f"{type(error).__name__}: {error}")
+        raise
 
 
 def main(argv: Sequence[str] | None = None) -> int:

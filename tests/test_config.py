@@ -781,6 +781,20 @@ REFUSED = [
         {},
         "command line: model.rope_scaling is nested too deeply",
     ),
+    # what a callback cannot be given
+    (
+        ["--callbacks=[{class: a:B, n: {m: 1}}]"],
+        None,
+        {},
+        "the arguments of a callback are numbers",
+    ),
+    (
+        [],
+        "callbacks: [{class: a:B, n: [[1]]}]",
+        {},
+        "callbacks=[{'class': 'a:B', 'n': [[1]]}] must",
+    ),
+    (["--init_from=#x"], None, {}, "init_from='#x' is nothing in YAML"),
     # files that are none
     ([], "training:", {}, "run.yaml: training=None must hold keys and values of its own"),
     ([], "- 1", {}, "it must hold keys and values"),
@@ -997,7 +1011,16 @@ def configurations(draw):
     return dict(
         run_dir=draw(values_of(str, "run_dir")),
         task=draw(values_of(str, "task")),
-        callbacks=draw(st.sampled_from([[], ["a:B"], [{"class": "a:B", "n": [1, {"m": 0.5}]}]])),
+        init_from=draw(st.sampled_from([None, "runs/a", "1e3", "no", "~x"])),
+        callbacks=draw(
+            st.sampled_from(
+                [
+                    [],
+                    ["a:B", "1e3"],
+                    [{"class": "a:B", "n": [1, "1e3", 0.5], "x": "null", "y": "no", "z": None}],
+                ]
+            )
+        ),
         model=draw(st.sampled_from(shapes)),
         data=part(DataConfig, keep=("sequence_length",)),
         training=training,

@@ -13,6 +13,7 @@ import torch
 
 from llm_course.cli import main as cli
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.pretrained import save_pretrained
 from llm_course.text.tokenization import BPETokenizer
 from llm_course.training import run as run_module
@@ -191,6 +192,18 @@ def test_what_does_not_fit_the_source_is_refused(folder, parts, words):
     assert not Path("begun/checkpoints").exists()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_process_begins_with_the_model(folder, strategy):
+    source = train_worker(settings("source"))
+    two = DistributedConfig(world_size=2, strategy=strategy)
+    training = replace(settings("begun").training, max_steps=1, batch_size=2, eval_interval=1)
+    # a rate so small that the first validation is that of the source
+    still = OptimizationConfig(learning_rate=1e-30, weight_decay=0.0)
+    parts = dict(distributed=two, training=training, optimization=still, model=ModelConfig())
+    result = train_worker(settings("begun", init_from="source", **parts))
+    assert result.metrics["val_loss"] == pytest.approx(source.metrics["val_loss"], abs=1e-5)
+
+
 def test_dropout_is_the_run_s_own(folder):
     train_worker(settings("source", steps=2))
     dropped = settings("begun", init_from="source", model=ModelConfig(dropout=0.3), steps=2)
@@ -279,6 +292,8 @@ def test_checkpoints_and_logs_have_folders_of_their_own(folder, capsys):
     assert cli(["evaluate", "--run", "run"]) == 0 and "step 6" in capsys.readouterr().out
     with pytest.raises(ValueError, match="checkpoint.dir=big/disk holds checkpoints of another"):
         train_worker(elsewhere("other"))
+    # the way out that it names
+    assert train_worker(elsewhere("other", steps=8), resume="big/disk/step_00000006").step == 8
 
 
 def test_one_checkpoint_an_epoch(folder):
@@ -321,7 +336,7 @@ def test_own_callbacks_are_made_with_their_arguments(folder):
     "entry, words",
     [
         ("mine:Missing", "callbacks='mine:Missing' cannot be loaded"),
-        ("mine", "callbacks='mine' cannot be loaded"),
+        ("mine", "callbacks='mine' must name a class as package.module:Class"),
         ("pathlib:Path", "is not a subclass of Callback"),
         ("mine:Tag", "callbacks='mine:Tag' cannot be made: .*'value'"),
         ({"value": 1}, "names no class: write it as {class: package.module:Class"),
@@ -331,6 +346,14 @@ def test_callbacks_that_cannot_be_made_are_refused(folder, entry, words):
     with pytest.raises(ValueError, match=words):
         train_worker(settings("run", callbacks=[entry]))
     assert not Path("run/data").exists()  # before any slow work
+
+
+def test_a_mistake_inside_a_callback_shows_its_place(folder, capsys):
+    Path("mine.py").write_text(
+        MINE + "\nclass Wrong(Callback):\n    def __init__(self):\n        len(3)\n"
+    )
+    with pytest.raises(TypeError, match="has no len"):
+        train_worker(settings("run", callbacks=["mine:Wrong"]))
 
 
 def test_a_plateau_lowers_the_rate_of_a_run(folder):
@@ -437,6 +460,22 @@ def test_a_model_that_no_machine_holds_is_refused_in_a_line(folder, capsys):
     assert "Traceback" not in said and not Path("run").exists()
 
 
+def test_a_model_that_fits_is_not_refused(folder, monkeypatch):
+    shape = ModelConfig(vocab_size=256, hidden_size=64, num_heads=2)
+    parameters = DecoderModel(shape).num_parameters()
+    for optimizer, bytes_each in (("adamw", 16), ("muon", 12)):
+        there = parameters * bytes_each + 10
+        monkeypatch.setattr(run_module, "memory_bytes", lambda device, there=there: there)
+        config = Config(model=shape, optimization=OptimizationConfig(optimizer=optimizer))
+        run_module._check_memory(config, run_module.Runtime())
+    monkeypatch.setattr(run_module, "memory_bytes", lambda device: parameters * 12 - 10)
+    with pytest.raises(ValueError, match="needs at least 0 GB"):
+        run_module._check_memory(config, run_module.Runtime())
+    offloaded = DistributedConfig(strategy="fsdp", cpu_offload=True)
+    adamw = replace(config, optimization=OptimizationConfig(), distributed=offloaded)
+    run_module._check_memory(adamw, run_module.Runtime())
+
+
 def test_a_device_without_numbers_is_refused(folder, capsys):
     assert cli(["train", "--training.device", "meta", "--run-dir", "run"]) == 2
     assert "training.device='meta' holds no numbers to train on" in capsys.readouterr().err
@@ -461,12 +500,25 @@ def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
         WandbLogger(folder, project="p")
 
 
-def test_torchrun_ends_with_the_error(folder):
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words += ["-m", "llm_course.training.train", "--training.max_stepz", "3"]
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["--training.max_stepz", "3"], "'training.max_stepz' is no key of the configuration; do"),
+        (["--task", "bugs:Buggy", "--run-dir", "run"], "KeyError: 'my own bug'"),
+    ],
+)
+def test_torchrun_ends_with_the_error(folder, words, error):
+    Path("bugs.py").write_text(
+        "from llm_course.training.task import RegressionTask\n"
+        "class Buggy(RegressionTask):\n"
+        "    def build_data(self):\n"
+        "        raise KeyError('my own bug')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "llm_course.training.train", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
     summary = done.stderr.partition("Root Cause")[2]
-    assert "'training.max_stepz' is no key of the configuration; do you mean" in summary
+    assert error in summary
     assert "To enable traceback" not in summary

@@ -9,6 +9,7 @@ __all__ = ['AVAILABLE_TASKS', 'find_task', 'RunResult', 'generate_line', 'initia
 # %% ../../nbs/19a_training.ipynb #6313c061
 import functools
 import importlib
+import inspect
 import os
 import shlex
 import shutil
@@ -88,12 +89,14 @@ def find_task(name: str) -> type[TrainingTask]:
 def _load_class(key: str, name: str, base: type) -> Any:
     """The subclass of `base` at `name`; ValueError names the configuration's `key`."""
     module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
+        raise ValueError(f"{key}={name!r} must name a class as package.module:Class")
     if os.getcwd() not in sys.path:
         # it stays there: processes that load data look up the task's classes, too
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise ValueError(f"{key}={name!r} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}={name!r} is not a subclass of {base.__name__}")
@@ -109,12 +112,12 @@ def _checkpoint_to_resume(
     """
     run_dir = Path(config.run_dir)
     _check_same_run(config, run_dir)
-    _check_own_checkpoints(config)
     if isinstance(resume, str):
         former, chosen = _find_checkpoint(resume, config)
         if not logger.rank:
             _bring_along(former, config)
         return load_checkpoint(chosen)
+    _check_own_checkpoints(config)
     path = manager.latest()
     if path is None:
         if any(manager.folder.glob("step_*")):
@@ -166,7 +169,7 @@ def _find_checkpoint(resume: str, config: Config) -> tuple[Path, Path]:
     _check_same_run(config, run)
     found: Path | None = path
     if run == path:
-        found = CheckpointFolder(_checkpoint_dir(run)).latest()
+        found = CheckpointFolder(_config_in(run).checkpoint_dir).latest()
     if found is None:
         raise ValueError(
             f"--resume {resume}: there is no checkpoint; name the folder of one, such as"
@@ -192,11 +195,11 @@ def _bring_along(former: Path, config: Config) -> None:
             shutil.copyfile(former / name, folder / name)
 
 
-def _checkpoint_dir(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints, which its configuration may have put elsewhere."""
+def _config_in(run_dir: Path) -> Config:
+    """The configuration of the run in a folder, wherever that has been moved; else the defaults."""
     saved = run_dir / "config.yaml"
     config = read_config(saved) if saved.is_file() else Config()
-    return replace(config, run_dir=str(run_dir)).checkpoint_dir
+    return replace(config, run_dir=str(run_dir))
 
 
 def _check_own_checkpoints(config: Config) -> None:
@@ -283,9 +286,10 @@ def _own_callbacks(config: Config) -> list[Callback]:
             )
         kind = _load_class("callbacks", name, Callback)
         try:
-            callbacks.append(kind(**arguments))
+            inspect.signature(kind).bind(**arguments)
         except TypeError as error:  # an argument that it doesn't have, or one that it needs
             raise ValueError(f"callbacks={name!r} cannot be made: {error}") from error
+        callbacks.append(kind(**arguments))
     return callbacks
 
 
@@ -413,7 +417,7 @@ def _load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
 # %% ../../nbs/19a_training.ipynb #16d21455
 def _check_memory(config: Config, runtime: Runtime) -> None:
     """ValueError where a language model alone would need more memory than there is."""
-    if config.task != "lm":
+    if config.task != "lm" or config.distributed.cpu_offload:  # it is spread over two memories
         return
     device = runtime.device(config.training.device)
     there = memory_bytes(device)
@@ -422,12 +426,14 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
     )
     memory = training_memory(shape, 1, 1)
     shares = runtime.world_size if config.distributed.strategy == "fsdp" else 1
-    needed = (memory.weights + memory.gradients + memory.optimizer) // shares
+    # half of AdamW's two moments: Muon has one
+    needed = (memory.weights + memory.gradients + memory.optimizer // 2) // shares
     if there is not None and needed > there:
         raise ValueError(
-            f"a model of {count_parameters(shape).total:,} parameters needs {needed / 1e9:,.0f} GB"
-            f" for weights, gradients and optimizer, and {device} has {there / 1e9:,.0f} GB: make"
-            " model.hidden_size, model.num_layers or model.num_experts smaller"
+            f"a model of {count_parameters(shape).total:,} parameters needs at least"
+            f" {needed / 1e9:,.0f} GB for weights, gradients and optimizer, and {device} has"
+            f" {there / 1e9:,.0f} GB: make model.hidden_size, model.num_layers or"
+            " model.num_experts smaller"
         )
 
 # %% ../../nbs/19a_training.ipynb #68d86a81
@@ -520,10 +526,10 @@ def _train_in_rank(config: Config, resume: bool | str) -> RunResult:
 # %% ../../nbs/19a_training.ipynb #c445890a
 def load_state(run_dir: Path, which: str = "latest") -> dict[str, Any]:
     """The state in a run's `latest` or `best` checkpoint; ValueError where there is none."""
-    saved = run_dir / "config.yaml"
-    settings = (read_config(saved) if saved.is_file() else Config()).checkpoint
+    config = _config_in(run_dir)
+    settings = config.checkpoint
     manager = CheckpointManager(
-        _checkpoint_dir(run_dir), best_metric=settings.best_metric, best_mode=settings.best_mode
+        config.checkpoint_dir, best_metric=settings.best_metric, best_mode=settings.best_mode
     )
     path = manager.best() if which == "best" else manager.latest()
     if path is None:

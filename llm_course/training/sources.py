@@ -22,7 +22,7 @@ from typing import Any, get_args
 import yaml
 from jsonargparse import ArgumentParser
 
-from ..checks import plain, type_in_words
+from ..checks import fits_type, plain, type_in_words
 from ..files import write_text
 from .config import Config, reads_as_null
 
@@ -175,6 +175,14 @@ def _check_value(key: str, value: Any, place: str) -> None:
             return  # it fits no number either: the parser says so
     if isinstance(value, dict) and _nested(kind):
         _check_keys(value, f"{key}.", place)
+    if key == "callbacks" and isinstance(value, str) and value.startswith("["):
+        # of arguments that it cannot hold, the library would make a text and say nothing
+        given = _StrictLoader(value).get_single_data()
+        if not fits_type(given, kind):
+            raise ValueError(
+                f"{place}: {key}={value}: the arguments of a callback are numbers, texts, true,"
+                " false, null, or lists of these"
+            )
 
 # %% ../../nbs/12b_config_sources.ipynb #c01a382a
 def _check_word(key: str, value: str, place: str) -> None:
