@@ -43,11 +43,15 @@ def _ends(interval: str) -> tuple[float, float]:
 def in_range(value: Any, interval: str) -> bool:
     """Whether `value` is a real number in an `interval` such as "[0, 1)" or "(0, inf)".
 
-    NaN, None, a bool and a string are in no interval.
+    NaN, None, a bool, a string and an integer too large for a float are in no interval.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    number = int(value) if isinstance(value, Integral) else float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    number = int(value) if isinstance(value, Integral) else number
     low, high = _ends(interval)
     above = number >= low if interval[0] == "[" else number > low
     below = number <= high if interval[-1] == "]" else number < high
@@ -114,7 +118,8 @@ def check_shape(name: str, x: Any, expected: Sequence[Any], legend: str = "") ->
     if sizes and isinstance(sizes[0], EllipsisType):
         sizes = [None] * (len(shape) - len(sizes) + 1) + sizes[1:]
     fits = len(shape) == len(sizes)
-    if not fits or any(want not in (None, got) for want, got in zip(sizes, shape, strict=True)):
+    # not `in`, which torch.compile can't decide where a size may change
+    if not fits or any(w is not None and w != n for w, n in zip(sizes, shape, strict=True)):
         written = {None: "*", ...: "..."}
         rule = ", ".join(written.get(size, str(size)) for size in expected)
         letters = f" = {legend}" if legend else ""

@@ -29,7 +29,7 @@ def resolve_device(name: str) -> torch.device:
     if name != "auto":
         try:
             return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             raise ValueError(
                 f"training.device={name!r} cannot be used here: {error}. Try auto or cpu"
             ) from None

@@ -27,6 +27,7 @@ from llm_course.text.tokenization import (
     ByteBPETokenizer,
     SimpleCharacterTokenizer,
     WordCache,
+    chatml,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -540,7 +541,7 @@ def test_byte_level_bpe_of_another_kind():
     with pytest.raises(ValueError, match="BPETokenizer reads more kinds"):
         ByteBPETokenizer.from_json(library.to_str())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(ValueError, match="does not give text back"):
+    with pytest.raises(ValueError, match="decoding does not restore the text"):
         BPETokenizer.from_json(library.to_str())
 
 
@@ -646,7 +647,7 @@ def test_training_arguments(bpe_class):
         pytest.raises(ValueError, match="at least two characters|ordinary token"),
     ):
         bpe_class.train(["text"], vocab_size=300, special_tokens=["t"])
-    with pytest.raises(ValueError, match="not one text"):
+    with pytest.raises(ValueError, match="not one str"):
         bpe_class.train("text", vocab_size=300)
     with pytest.raises(ValueError, match="surrogate"):
         bpe_class.train(["broken \ud83d"], vocab_size=300)
@@ -708,3 +709,45 @@ def test_the_memory_of_words_is_bounded_in_bytes():
     assert 0 < held <= cache.num_bytes <= 100_000
     assert cache["a long one " * 100_000] and cache.num_bytes <= 100_000  # not kept
     assert cache["word 4999"] is cache["word 4999"]  # computed once
+
+
+def test_tables_that_do_not_fit_are_refused():
+    for ids in (range(256), range(258)):
+        with pytest.raises(ValueError, match="ids for 257 symbols"):
+            ByteBPETokenizer([(0, 1)], {}, ids)
+    with pytest.raises(ValueError, match="merge 0 joins the symbols 0 and 9999"):
+        ByteBPETokenizer([(0, 9999)], {}, range(257))
+    with pytest.raises(ValueError, match="data must be bytes, not str"):
+        BYTE.encode_bytes("text")
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, "2", True])
+def test_a_frequency_is_a_whole_number(bpe_class, wrong):
+    with pytest.raises(ValueError, match="min_frequency=.* must be a whole number"):
+        bpe_class.train(["text"], vocab_size=300, min_frequency=wrong)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["t", "", 5])
+def test_names_are_refused_before_anything_is_learned(bpe_class, name):
+    def never_read():
+        raise AssertionError("the texts were read")
+        yield
+
+    with pytest.raises(ValueError, match="at least two characters"):
+        bpe_class.train(never_read(), vocab_size=300, special_tokens=[name])
+
+
+@pytest.mark.parametrize("message", ["hi", None, 5, {"role": "user"}, {"role": "a", "content": 1}])
+def test_what_is_no_message_is_shown(message):
+    with pytest.raises(ValueError, match="must have a role and a content, both strings"):
+        list(chatml([message]))
+
+
+def test_a_tokenizer_loads_from_its_folder_and_from_its_file(tmp_path):
+    path = BYTE.save(tmp_path)
+    assert ByteBPETokenizer.load(tmp_path) == ByteBPETokenizer.load(path) == BYTE
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer.json does not hold a ByteBPETokenizer"):
+        ByteBPETokenizer.load(path)

@@ -285,8 +285,13 @@ def _head_sizes(
     return hidden_size, num_heads, num_kv_heads, hidden_size // num_heads
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated(
+    q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by the angles of their positions; ValueError for other shapes."""
+    if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+        raise ValueError("position_embeddings must be the pair (cos, sin) of a RotaryEmbedding")
+    cos, sin = position_embeddings
     B, _, T, D = q.shape
     if cos.shape != sin.shape or cos.shape not in ((1, T, D), (B, T, D)):
         raise ValueError(
@@ -380,7 +385,7 @@ class HeadProjections(nn.Module):
         k = self.k_norm(k).transpose(1, 2)  # (B, T, K, D) -> (B, K, T, D)
         v = v.transpose(1, 2)
         if position_embeddings is not None:
-            q, k = _rotated(q, k, *position_embeddings)
+            q, k = _rotated(q, k, position_embeddings)
         return q, k, v
 
 # %% ../../nbs/05a_attention.ipynb #cfcb00bb

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_sizes
+from ..checks import check_dtype, check_sizes
 
 # %% ../../nbs/10a_cache.ipynb #14cb904d
 def _append(buffer: Tensor, new: Tensor, first: int, filled: int) -> tuple[Tensor, int]:
@@ -57,7 +57,7 @@ class LayerCache:
         return sum(buffer.nbytes for buffer in self._buffers or ())
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v` (B, K, T, D); return all that the T new queries need, (B, K, S, D) each.
+        """Append `k` and `v` (B, K, T, D); return what the T new queries need, each (B, K, S, D).
 
         ValueError if they exceed `max_length`, or don't fit the buffers.
         """
@@ -70,8 +70,8 @@ class LayerCache:
         keys, values = self._buffers
         if (B, K, D) != (keys.shape[0], keys.shape[1], keys.shape[3]):
             raise ValueError(
-                f"keys {tuple(k.shape)} do not fit the buffers {tuple(keys.shape)}: a new batch needs"
-                " a new KVCache"
+                f"keys {tuple(k.shape)} do not fit the buffers {tuple(keys.shape)}: a new batch"
+                " needs a new KVCache"
             )
         if (k.dtype, v.dtype) != (keys.dtype, values.dtype):
             raise ValueError(
@@ -98,7 +98,7 @@ class LayerCache:
         return min(self._filled, length - self._forgotten)
 
     def needed_before(self, length: int) -> int:
-        """How many positions before `length` must be held for a query at `length`, with a window."""
+        """How many positions before `length` a layer with a window must hold for a query there."""
         return 0 if self.window is None else min(length, self.window - 1)
 
     def truncate(self, length: int) -> None:
@@ -147,6 +147,8 @@ class KVCache:
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append `k` and `v` (B, K, T, D) to a layer; return all that the T new queries need."""
+        check_dtype("k", k, "floating")
+        check_dtype("v", v, "floating")
         if k.ndim != 4 or v.shape != k.shape:
             raise ValueError(
                 f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected one shape (B, K,"

@@ -6,7 +6,6 @@
 __all__ = ['chunk_loss_and_gradient', 'loss_and_gradients', 'linear_cross_entropy']
 
 # %% ../../nbs/09a_cross_entropy.ipynb #e769b589
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -169,8 +168,8 @@ def linear_cross_entropy(
     """The cross-entropy of the logits `hidden @ weight.T`, summed over the targets.
 
     `hidden` is (..., C), `weight` (V, C), `labels` (...) int64 or int32, with IGNORE_INDEX where
-    there is no target. Returns a scalar in nats, in float32 at least. `softcap` bounds the logits by
-    a tanh; `z_loss_coef` is the weight of each target's squared log-sum-exp.
+    there is no target. Returns a scalar in nats, in float32 at least. `softcap` bounds the logits
+    by a tanh; `z_loss_coef` is the weight of each target's squared log-sum-exp.
 
     Only the logits of `chunk_size` positions exist at a time. The gradients are computed in the
     forward pass, if gradients are enabled, so there is no second derivative, and `torch.func`

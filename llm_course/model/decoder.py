@@ -373,7 +373,7 @@ class DecoderModel(TiedModel):
         return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
-        """Balance the experts without a loss; call it after each step with the step's loads (L, E)."""
+        """Balance the experts without a loss; call it after each step with its loads (L, E)."""
         update_router_biases(self, tokens_per_expert, self.config.num_experts, rate=rate)
 
     def num_parameters(self) -> int:

@@ -177,7 +177,7 @@ def check_length(config: ModelConfig, sequence_length: int) -> int:
 
 # %% ../../nbs/09e_estimate.ipynb #368c80f5
 def normalization_saved_bytes(numbers: int, norm_type: str, input_width: int) -> int:
-    """Bytes that a norm over `numbers` inputs keeps: its input, or LayerNorm's float32 copy of it."""
+    """Bytes that a norm over `numbers` inputs keeps: its input, or LayerNorm's copy in float32."""
     if norm_type == "layernorm":
         return numbers * 4
     return rms_norm_saved_bytes(numbers, input_width)
@@ -295,7 +295,7 @@ def _further_activations(config: ModelConfig, tokens: int, width: int, block: in
     norms = 4 * stream + normalization_saved_bytes(stream, config.norm_type, width)
     kept = norms + 2 * width * stream + block
     if width == 2 and config.norm_type == "rmsnorm":
-        # this block's stream is the output of a matrix product: its norms keep half, and no input is
+        # this block's stream is the output of a matrix product: its norms keep half, and nothing is
         # converted
         kept -= 2 * (2 + (3 if config.use_glu else 2)) * stream
     return kept

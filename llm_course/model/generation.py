@@ -54,12 +54,20 @@ def check_sampling(
     check_numbers("(0, inf)", hint="1 means no penalty", repetition_penalty=repetition_penalty)
 
 # %% ../../nbs/10b_generation.ipynb #b5c87265
+def _check_logits(logits: Tensor) -> None:
+    """ValueError unless `logits` is a tensor (..., V) of floating-point numbers with V >= 1."""
+    check_dtype("logits", logits, "floating")
+    if logits.ndim == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}, expected (B, V) with V >= 1")
+
+
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Set all but the `k` largest logits of each row (B, V) to -inf; ties with the k-th are kept.
 
     ValueError for a `k` below 1. Source: Fan et al. 2018.
     """
     check_sampling(top_k=k)
+    _check_logits(logits)
     worst_kept = logits.topk(min(int(k), logits.shape[-1]), dim=-1).values[..., -1:]  # (B, 1)
     return logits.masked_fill(logits < worst_kept, -math.inf)
 
@@ -70,6 +78,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     ValueError for a `p` outside (0, 1]. Source: Holtzman et al. 2020.
     """
     check_sampling(top_p=p)
+    _check_logits(logits)
     if p == 1:
         return logits  # below, rounding may let the sum reach 1 too early
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
@@ -86,6 +95,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     ValueError for a `p` outside [0, 1]. Source: Nguyen et al. 2024.
     """
     check_sampling(min_p=p)
+    _check_logits(logits)
     if p == 0:
         return logits
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(p), -math.inf)
@@ -99,11 +109,10 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Keskar et al. 2019, section 4.1; the rule for negative logits is Hugging Face's.
     """
     check_sampling(repetition_penalty=penalty)
-    if seen.dtype != torch.bool or seen.shape != logits.shape:
-        raise ValueError(
-            f"seen is {seen.dtype} {tuple(seen.shape)}, expected bool of the logits' shape,"
-            f" {tuple(logits.shape)}"
-        )
+    _check_logits(logits)
+    check_shape("seen", seen, logits.shape, "the shape of the logits")
+    if seen.dtype != torch.bool:
+        raise ValueError(f"seen has dtype {seen.dtype}, expected bool: convert it with .bool()")
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 # %% ../../nbs/10b_generation.ipynb #53f0144b
@@ -123,7 +132,7 @@ def _penalized(
 
     Among equal logits, the first counts as the largest.
     """
-    check_dtype("logits", logits, "floating")
+    _check_logits(logits)
     if logits.ndim != 2:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, expected (B, V): one row for each sequence"
@@ -132,8 +141,8 @@ def _penalized(
     if repetition_penalty != 1:
         if seen is None:
             raise ValueError(
-                f"repetition_penalty={repetition_penalty} needs `seen`, bool (B, V): the tokens that"
-                " occurred before"
+                f"repetition_penalty={repetition_penalty} needs `seen`, bool (B, V): the tokens"
+                " that occurred before"
             )
         logits = penalize_repetition(logits, seen, repetition_penalty)
     best, index = logits.max(dim=-1, keepdim=True)
@@ -279,6 +288,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, 
     The mask has 1 for a token and 0 for padding. ValueError if there is no prompt, an empty one, or
     one that doesn't consist of whole numbers.
     """
+    check_lists(rows=rows)
     prompts = [_whole("a prompt", row) for row in rows]
     [pad] = _whole("[pad_token_id]", [pad_token_id])
     if not prompts or not all(prompts):

@@ -74,11 +74,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         E, C = self.down_proj.shape[:2]
         _check_rows(x, (None, C), "(M, C)")
-        if counts.shape != (E,) or counts.is_floating_point():
-            raise ValueError(
-                f"counts is {counts.dtype} of shape {tuple(counts.shape)}, "
-                f"expected {E} whole numbers"
-            )
+        check_shape("counts", counts, (E,), "(E,): the rows of each expert")
+        check_dtype("counts", counts, "integer")
         if autocasts(x):
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
@@ -124,15 +121,14 @@ def load_balancing_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
     Raises ValueError for other shapes and types. Source: Fedus et al. 2021, "Switch Transformers",
     equations 4 to 6.
     """
-    if logits.ndim != 2 or expert_index.ndim != 2 or logits.shape[0] != expert_index.shape[0]:
-        shapes = f"logits {tuple(logits.shape)} and expert_index {tuple(expert_index.shape)}"
-        raise ValueError(f"{shapes} must be (N, E) and (N, top_k): flatten the tokens first")
-    if expert_index.dtype != torch.int64 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits {logits.dtype} and expert_index {expert_index.dtype}, "
-            "expected a floating-point type and int64"
-        )
+    check_shape("logits", logits, (None, None), "(N, E): flatten the tokens first")
     N, E = logits.shape
+    check_shape("expert_index", expert_index, (N, None), "(N, top_k): flatten the tokens first")
+    check_dtype("logits", logits, "floating")
+    if expert_index.dtype != torch.int64:
+        raise ValueError(
+            f"expert_index has dtype {expert_index.dtype}, expected int64: convert it with .long()"
+        )
     share = _load(expert_index, E) / max(expert_index.numel(), 1)  # f: (E,)
     probability = _at_least_float32(logits).softmax(dim=-1).sum(dim=0) / max(N, 1)  # P: (E,)
     return E * (share * probability).sum()
@@ -144,11 +140,10 @@ def router_z_loss(logits: Tensor) -> Tensor:
     It keeps the logits small, where rounding errors are small, too. It is 0 without tokens. Raises
     ValueError for other shapes and types. Source: Zoph et al. 2022, "ST-MoE", equation 5.
     """
-    if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits {tuple(logits.shape)} of {logits.dtype} must be (N, E), of a floating-point "
-            "type: flatten the tokens first"
-        )
+    check_shape("logits", logits, (None, None), "(N, E): flatten the tokens first")
+    check_dtype("logits", logits, "floating")
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}, expected at least one expert")
     return _at_least_float32(logits).logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
 
 # %% ../../nbs/07a_moe.ipynb #709bb47a
@@ -182,6 +177,7 @@ def bias_step(tokens_per_expert: Tensor, rate: float) -> Tensor:
     Raises ValueError for loads or a rate that are negative or not finite. Source: Wang et al. 2024,
     "Auxiliary-Loss-Free Load Balancing", algorithm 1.
     """
+    check_shape("tokens_per_expert", tokens_per_expert, (None,), "(E,)")
     counts = (tokens_per_expert >= 0) & (tokens_per_expert < math.inf)  # False for NaN
     if not counts.all():
         raise ValueError(
@@ -203,7 +199,8 @@ class Router(nn.Module):
     the module is converted.
 
     Raises ValueError for sizes below 1, a `top_k` above `num_experts`, or an x of another shape or
-    type. Source: Shazeer et al. 2017; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing" (bias).
+    type. Source: Shazeer et al. 2017; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"
+    (bias).
     """
 
     expert_bias: Tensor
@@ -279,7 +276,7 @@ def mix_experts(experts: Experts, x: Tensor, routing: Routing, counts: Tensor) -
 class RouterStats(NamedTuple):
     """What a `MoE` layer returns besides its output."""
 
-    aux_loss: Tensor  # scalar, float32 at least: the weighted losses, to be added to the mean loss per token
+    aux_loss: Tensor  # scalar, float32 at least: weighted losses, added to the mean loss per token
     tokens_per_expert: Tensor  # (E,), int64: the load of each expert; sums to N * top_k
 
 

@@ -31,7 +31,8 @@ def accept_drafts(
     p = `probabilities` (n + 1, V). Returns the drafts before the first rejected one and one more
     token, int64 (1 to n + 1,). A draft x is accepted with probability min(1, p(x) / q(x)); a
     rejected one is replaced by a draw from max(0, p - q), and if all n are accepted, a draw from
-    the last p follows. ValueError for other shapes and types. Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
+    the last p follows. ValueError for other shapes and types. Source: Leviathan et al. 2023,
+    algorithm 1; Chen et al. 2023.
     """
     check_dtype("drafts", drafts, "integer")
     check_dtype("draft_probabilities", draft_probabilities, "floating")

@@ -28,8 +28,8 @@ def shift(ids: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
     at tokens that are not targets. The labels are a copy, so writing to them doesn't change the
     inputs. No other function of the course shifts. ValueError for other shapes.
     """
-    if ids.ndim == 0:
-        raise ValueError("ids must have at least one dimension, (..., T + 1)")
+    if not isinstance(ids, Tensor) or ids.ndim == 0:
+        raise ValueError(f"ids must be a tensor (..., T + 1), not {ids!r}")
     if targets is not None:
         check_shape("targets", targets, ids.shape, "the shape of ids")
     return {
@@ -206,6 +206,7 @@ def batch_loader(dataset: Any, batches: Iterable[list[int]], *, num_workers: int
     `dataset.__getitems__(indices)` must return a whole batch. The loader has its own random
     generator, so that it doesn't advance the global one, from which dropout draws.
     """
+    (num_workers,) = check_sizes(0, num_workers=num_workers)
     own = torch.Generator()
     return DataLoader(
         dataset, batch_sampler=batches, num_workers=num_workers, collate_fn=_as_is, generator=own

@@ -52,7 +52,7 @@ def _check_several(texts: Any) -> None:
     """ValueError for one text, which Python would take for the list of its characters."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(
-            f"texts must be a list or an iterator of strings, not one {type(texts).__name__}: [text]"
+            f"texts must be a list or iterator of strings, not one {type(texts).__name__}: [text]"
         )
 
 
@@ -74,7 +74,7 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
 
 # %% ../../nbs/01a_bpe.ipynb #fc5b84ae
 def _merge_in_word(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
-    """Replace `pair` by `new` in a word; also list the neighbouring pairs that this breaks and makes.
+    """Replace `pair` by `new` in a word; also list the neighbouring pairs that it breaks and makes.
 
     A word is a string with one character per symbol. The occurrences of `pair` itself are not
     listed as broken.
@@ -204,6 +204,8 @@ def apply_merges(word: bytes, merged: Mapping[tuple[int, int], int]) -> list[int
     `merged` maps a pair to the symbol that it becomes, 256 + its rank. Thanks to a heap, n bytes
     take O(n log n) steps, so even a word of a megabyte is encoded quickly.
     """
+    if not isinstance(word, bytes):
+        raise ValueError(f"word must be bytes, not {type(word).__name__}: word.encode()")
     symbols = [_SYMBOLS[byte] for byte in word]
     end = len(symbols)
     look_up = merged.get
@@ -269,7 +271,7 @@ def between_special_tokens(
 ) -> Iterator[str]:
     """Split the texts at the names of special tokens, and yield the ordinary text between them.
 
-    Bytes that are not UTF-8 become lone surrogates. ValueError for a single text instead of several.
+    Bytes that aren't UTF-8 become lone surrogates. ValueError for a single text instead of several.
     """
     _check_several(texts)
     special = regex.compile(any_of(special_tokens))
@@ -320,8 +322,8 @@ def merges_from_tokens(
             or token in symbols
         ):
             raise ValueError(
-                f"merge {number}, {' '.join(merge)!r}, must join two tokens that are bytes or results"
-                " of earlier merges, into a new token"
+                f"merge {number}, {' '.join(merge)!r}, must join two tokens that are bytes or"
+                " results of earlier merges, into a new token"
             )
         pairs.append((symbols[merge[0]], symbols[merge[1]]))
         symbols[token] = 256 + number

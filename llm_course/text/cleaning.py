@@ -140,7 +140,7 @@ def near_duplicates(threshold: float = 0.8, *, seed: int = 1) -> CleaningStep:
 
 # %% ../../nbs/02c_cleaning.ipynb #95ae8390
 def keep_length(shortest: int = 50, longest: int = 1_000_000) -> CleaningStep:
-    """Make a step that drops documents of fewer than `shortest` or more than `longest` characters."""
+    """Make a step that drops documents with less than `shortest` or over `longest` characters."""
     shortest, longest = check_sizes(0, shortest=shortest, longest=longest)
     return lambda text: text if shortest <= len(text) <= longest else ""
 

@@ -347,8 +347,8 @@ def _cut_the_longest(
     cut = line_break + 1 if line_break >= 0 and cut - line_break < 1000 else cut
     if cut == len(text):
         raise ValueError(
-            f"{wanted / val_fraction:.0f} characters are too few to hold out val_fraction={val_fraction}"
-            " of them: give more text"
+            f"{wanted / val_fraction:.0f} characters are too few for"
+            f" val_fraction={val_fraction}: give more text"
         )
     # a longest document of about the wanted size is held out whole
     before = [text[:cut]] if cut else []

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from ..checks import check_choice, check_lists, check_numbers, check_sizes
 from ..files import write_text
-from .bpe import room_for_merges
 from llm_course.text.batches import (
     PackedDataset,
     ResumableBatchSampler,
@@ -27,6 +26,7 @@ from llm_course.text.batches import (
     batch_loader,
     check_rank,
 )
+from .bpe import room_for_merges
 from .cleaning import CleaningReport, clean_corpus
 from llm_course.text.corpus import (
     Corpus,
@@ -140,6 +140,7 @@ class SyntheticTask:
 
     def draw_prompts(self, count: int, *, seed: int) -> list[tuple[int, ...]]:
         """Draw `count` distinct prompts; ValueError if there are fewer."""
+        count, seed = check_sizes(0, count=count, seed=seed)
         if count > self.num_prompts:
             raise ValueError(
                 f"count={count} is more than the {self.num_prompts} prompts of length={self.length}"
@@ -465,7 +466,7 @@ class TokenDataModule(BaseDataModule):
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes per token of the validation text: converts nats per token to bits per byte."""
+        """UTF-8 bytes per token of the validation text, which convert nats to bits per byte."""
         info = self._info_after_setup()
         return info["bytes"]["val"] / info["tokens"]["val"]
 

@@ -78,7 +78,8 @@ def read_header(path: Path) -> dict[str, Any]:
     header = _parse_header(first)
     if header is None:
         raise ValueError(
-            f"{path} is not a token file: it lacks the header {TOKEN_FORMAT!r}; prepare the data again"
+            f"{path} is not a token file: it lacks the header {TOKEN_FORMAT!r}; prepare the data"
+            " again"
         )
     wanted = HEADER_BYTES + header["num_tokens"] * _BYTES_PER_ID[header["dtype"]]
     if size != wanted or header["num_tokens"] < 1:
@@ -120,8 +121,8 @@ class TokenFile:
         if tokenizer is not None and tokenizer.sha256 != self.header["tokenizer_sha256"]:
             raise ValueError(
                 f"{path} was written with the tokenizer {self.header['tokenizer_sha256'][:12]}, not"
-                f" {tokenizer.sha256[:12]}, so its ids stand for other text. Prepare the data again, or"
-                " load its own tokenizer"
+                f" {tokenizer.sha256[:12]}, so its ids encode other text. Prepare the data again,"
+                " or load its own tokenizer"
             )
         self._ids = np.memmap(
             self.path, dtype=self.header["dtype"], mode="r", offset=self.HEADER_BYTES

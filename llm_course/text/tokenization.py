@@ -99,7 +99,7 @@ def settled_parts(
     pieces_of: Callable[[str], Sequence[str]],
     special: SpecialTokenSplitter,
 ) -> Iterator[str]:
-    """Join the chunks, and yield parts whose ids, encoded one by one, are the ids of the whole text.
+    """Join the chunks, and yield parts that can be encoded one by one with the ids of the whole.
 
     The end of the text so far is held back until it is clear how it continues.
     """
@@ -519,6 +519,8 @@ class ByteBPETokenizer(BaseTokenizer):
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the ids of any bytes, valid UTF-8 or not, all of them encoded as ordinary text."""
+        if not isinstance(data, bytes):
+            raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
         return self._encode_ordinary(data.decode("utf-8", "surrogateescape"))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -588,7 +590,7 @@ def _read_with_library(text: str) -> Tokenizer:
 
 # %% ../../nbs/01b_tokenization.ipynb #67a2f7c3
 class BPETokenizer(BaseTokenizer):
-    """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that the course trains with.
+    """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that training uses.
 
     It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`.
     Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes and the pattern).

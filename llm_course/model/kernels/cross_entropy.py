@@ -163,7 +163,7 @@ def cross_entropy_working_bytes(
     chunk_size: int = 512,
     has_softcap: bool = False,
 ) -> int:
-    """Bytes that the loss needs during its forward pass, besides those that it keeps for backward."""
+    """Bytes that the loss needs during its forward pass, besides those kept for backward."""
     wide = torch.promote_types(dtype, torch.float32).itemsize
     is_half = dtype.itemsize < wide
     table = min(chunk_size, num_positions) * vocab_size

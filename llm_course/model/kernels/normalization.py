@@ -19,7 +19,7 @@ def over_rms(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm with its own backward pass, which keeps x and the weight and recomputes n = x / rms."""
+    """RMSNorm with its own backward pass: it keeps x and the weight, and recomputes n = x / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
