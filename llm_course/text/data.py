@@ -9,7 +9,7 @@ __all__ = ['BaseDataModule', 'check_same_data', 'SyntheticTask', 'SyntheticDataM
 # %% ../../nbs/02e_data.ipynb #4601751d
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from llm_course.text.corpus import (
     load_corpus,  # documented place
     split_documents,
 )
+from .stories import split_stories
 from .token_file import TokenFile
 from .tokenization import BPETokenizer
 
@@ -211,15 +212,16 @@ class SyntheticDataModule(BaseDataModule):
 class TextRecipe:
     """Which text to train on, how it is cleaned and split, and how large the vocabulary is.
 
-    `corpus`, `files`, `datasets` and `text_field` are as in `load_corpus`, and `clean` lists steps
-    of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains one on the text, or the folder or file
-    of one that is used again.
+    `corpus`, `files`, `datasets`, `text_field` and `stories` are as in `load_corpus`, and `clean`
+    lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains one on the text, or the
+    folder or file of one that is used again.
     """
 
     corpus: str = "python-docs"
     files: Sequence[str] = ()
     datasets: Sequence[str] = ()
     text_field: str = "text"
+    stories: Mapping[str, Any] | None = None
     clean: Sequence[str] = ()
     tokenizer: str = "bpe"
     vocab_size: int = 4096
@@ -236,6 +238,7 @@ class TextRecipe:
             files=self.files,
             datasets=self.datasets,
             field=self.text_field,
+            stories=self.stories,
             num_proc=num_proc,
         )
         return clean_corpus(corpus, list(self.clean))
@@ -268,6 +271,8 @@ class TextRecipe:
 
     def split(self, corpus: Corpus) -> tuple[list[str], list[str]]:
         """Split the documents into training and validation."""
+        if self.corpus == "stories" and not (self.files or self.datasets):
+            return split_stories(corpus.documents, val_fraction=self.val_fraction)
         return split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
 
 # %% ../../nbs/02e_data.ipynb #16791dee
@@ -485,6 +490,7 @@ class TextDataModule(TokenDataModule):
         files: Sequence[str] = (),
         datasets: Sequence[str] = (),
         text_field: str = "text",
+        stories: Mapping[str, Any] | None = None,
         clean: Sequence[str] = (),
         tokenizer: str = "bpe",
         vocab_size: int = 4096,
@@ -511,6 +517,7 @@ class TextDataModule(TokenDataModule):
             files=files,
             datasets=datasets,
             text_field=text_field,
+            stories=stories,
             clean=clean,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
