@@ -225,9 +225,9 @@ class TextRecipe:
     """Which text to train on, how it is cleaned and split, and which tokenizer encodes it.
 
     `corpus`, `files`, `datasets`, `text_field` and `stories` are arguments of `load_corpus`, and
-    `clean` lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of `vocab_size` on the
-    text, or the folder or file of an existing tokenizer. ValueError for lists that are strings, and
-    for a `val_fraction` or a `vocab_size` out of range.
+    `clean` lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of
+    `vocab_size` on the text, or the folder or file of an existing tokenizer. ValueError for lists
+    that are strings, and for a `val_fraction` or a `vocab_size` out of range.
     """
 
     corpus: str = "python-docs"
