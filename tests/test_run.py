@@ -503,7 +503,7 @@ def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
 @pytest.mark.parametrize(
     "words, error",
     [
-        (["--training.max_stepz", "3"], "'training.max_stepz' is no key of the configuration; do"),
+        (["--training.max_stepz", "3"], "'training.max_stepz' is not a key of the configuration; do"),
         (["--task", "bugs:Buggy", "--run-dir", "run"], "KeyError: 'my own bug'"),
     ],
 )
