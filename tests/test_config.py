@@ -215,7 +215,7 @@ def test_a_run_has_one_length(given):
 @pytest.mark.parametrize(
     "parts, words",
     [
-        (dict(run_dir=""), "run_dir='' is no folder: name one"),
+        (dict(run_dir=""), "run_dir='' is not a folder: name one"),
         (
             dict(data=DataConfig(sequence_length=257)),
             "data.sequence_length=257 does not fit model.max_position_embeddings=256",
@@ -241,8 +241,8 @@ def test_a_run_has_one_length(given):
                 distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")
             ),
             (
-                "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu:"
-                " take gloo"
+                "distributed.backend=nccl connects GPUs, and does not go with training.device=cpu:"
+                " use gloo"
             ),
         ),
         (
@@ -582,7 +582,12 @@ REFUSED = [
     # unknown keys and the nearest name
     (["--training.max_stepz", "3"], None, {}, "command line: 'training.max_stepz' is not a key"),
     (["--max_steps", "3"], None, {}, "do you mean 'training.max_steps'?"),
-    (["--training.max_step", "3"], None, {}, "'training.max_step' is not a key"),  # no abbreviations
+    (
+        ["--training.max_step", "3"],
+        None,
+        {},
+        "'training.max_step' is not a key",
+    ),  # no abbreviations
     (
         ["--lr", "3"],
         None,
@@ -714,7 +719,7 @@ REFUSED = [
         [],
         "training: {max_steps: 010}",
         {},
-        "line 1: training.max_steps: 010 is 8 in YAML; write 8 if you mean that, or quotes for a text",
+        "line 1: training.max_steps: 010 is 8 in YAML; write 8 if you mean that, or quotes for",
     ),
     ([], "training:\n  max_steps: 1:30", {}, "line 2: training.max_steps: 1:30 is 90 in YAML"),
     ([], "optimization:\n  learning_rate: 1:30.5", {}, "learning_rate: 1:30.5 is 90.5 in YAML"),
@@ -807,7 +812,12 @@ REFUSED = [
         "data.sequence_length=300 does not fit model.max_position_embeddings=256",
     ),
     # too large, too deep
-    ([], f"training:\n  batch_size: 1{'0' * 400}", {}, "run.yaml: line 2: training.batch_size: int too large"),
+    (
+        [],
+        f"training:\n  batch_size: 1{'0' * 400}",
+        {},
+        "run.yaml: line 2: training.batch_size: int too large",
+    ),
     (
         [f"--optimization.learning_rate=1{'0' * 400}"],
         None,
@@ -851,11 +861,21 @@ REFUSED = [
     (["--config"], None, {}, "command line: --config needs a value"),
     (["--training.max_steps"], None, {}, "command line: --training.max_steps needs a value"),
     (["--run-dir", "--task=lm"], None, {}, "--run_dir needs a value; one that begins with --"),
-    (["--progress"], None, {}, "'progress' is not a key of the configuration; do you mean 'logging"),
+    (
+        ["--progress"],
+        None,
+        {},
+        "'progress' is not a key of the configuration; do you mean 'logging",
+    ),
     (["training.max_steps=5"], None, {}, "command line: 'training.max_steps=5' is not an option"),
     (["-x"], None, {}, "command line: '-x' is not an option: write --key value"),
     (["--training.max_steps=-5"], None, {}, "training.max_steps=-5 must be positive and finite"),
-    ([], None, {"TRAINING__SEED": "-1"}, "environment variable LLM_COURSE_TRAINING__SEED: training"),
+    (
+        [],
+        None,
+        {"TRAINING__SEED": "-1"},
+        "environment variable LLM_COURSE_TRAINING__SEED: training",
+    ),
 ]
 
 

@@ -185,7 +185,8 @@ def plot_losses(metrics: str | Path, image: str | Path) -> None:
 def _curve(
     rows: list[dict[str, Any]], name: str, **style: Any
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """A column of the rows against their steps, as a line for `draw_lines`."""
+    """A column of the rows that have it against their steps, as a line for `draw_lines`."""
+    rows = [row for row in rows if name in row]
     return [row["step"] for row in rows], [row[name] for row in rows], style
 
 

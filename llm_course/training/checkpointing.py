@@ -391,8 +391,12 @@ class CheckpointManager(CheckpointFolder):
         `check_metrics`, after writing and before any removal.
         """
         (step,) = check_sizes(0, step=step)
-        if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-            raise ValueError("the state must be a dict whose 'model' is a dict of tensors by name")
+        parts = (state.get("model"), state.get("metrics", {})) if isinstance(state, dict) else ()
+        if not parts or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(
+                "the state must be a dict, whose 'model' is a dict of tensors by name, and whose"
+                " 'metrics' a dict of numbers"
+            )
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f".saving_{secrets.token_hex(8)}"
         try:

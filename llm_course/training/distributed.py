@@ -90,14 +90,19 @@ class ProcessGroup(Runtime):
                 f"{missing[0]} is not in the environment: start with torchrun, or set"
                 " distributed.world_size"
             )
-        self.rank, self.world_size, self.local_rank = (
-            int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        )
+        try:
+            self.rank, self.world_size, self.local_rank = (
+                int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}"
+            ) from None
 
     def __enter__(self) -> Self:
         on_cuda = resolve_device(self._device_name).type == "cuda"
         if self.config.backend == "nccl" and not on_cuda:
-            raise ValueError("distributed.backend=nccl needs CUDA devices: take auto or gloo")
+            raise ValueError("distributed.backend=nccl needs CUDA devices: use auto or gloo")
         if on_cuda:
             torch.cuda.set_device(self.local_rank)
         # NCCL cannot exchange tensors on the CPU, such as flags and objects: gloo does
@@ -244,7 +249,7 @@ def launch(
     check_sizes(world_size=world_size)
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "launch must be called in the main thread: it hands signals on, and Python delivers"
+            "launch must be called in the main thread: it forwards signals, and Python delivers"
             " them to no other"
         )
     results = mp.get_context("spawn").SimpleQueue()
@@ -278,7 +283,7 @@ def _free_port(address: str, port: int | None) -> int:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((address, port or 0))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ValueError(
                 f"the processes cannot meet at distributed.master_addr={address},"
                 f" master_port={port}: {error}. Give an address of this machine, and a free port or"

@@ -24,7 +24,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..checks import check_sizes
+from ..checks import check_choice, check_sizes
 from ..hardware import resolve_precision
 from ..text.data import BaseDataModule, check_same_data
 from .config import Config
@@ -53,6 +53,7 @@ def planned_steps(config: Config, *, num_items: int, world_size: int = 1) -> int
     ValueError without rows, and for a `world_size` below 1.
     """
     check_sizes(world_size=world_size)
+    check_sizes(0, num_items=num_items)
     training = config.training
     length = config.data.sequence_length
     if training.max_steps is not None:
@@ -235,10 +236,11 @@ def _step_output_fault(output: Any, *, needs_gradient: bool) -> str | None:
 class MixedPrecision:
     """Autocast to half precision, with the loss scaling that fp16 needs.
 
-    `precision` is fp32, bf16 or fp16; fp32 leaves everything as it is.
+    `precision` is fp32, which changes nothing, bf16 or fp16; ValueError for another one.
     """
 
     def __init__(self, precision: str, device: torch.device):
+        check_choice(("fp32", "bf16", "fp16"), precision=precision)
         self.device = device
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         # backward starts at a sum over targets, not at their mean: 2**16 over 4096 targets
@@ -490,7 +492,7 @@ def prepare_data(
     if state is not None and not allow_changes and state["world_size"] != runtime.world_size:
         raise ValueError(
             f"the run was trained by {state['world_size']} processes and now there are"
-            f" {runtime.world_size}: take as many, or set checkpoint.allow_changes=true to go"
+            f" {runtime.world_size}: start as many, or set checkpoint.allow_changes=true to go"
             " on from the next epoch"
         )
     # other text may be allowed, but no other tokens than the weights have learned
@@ -644,6 +646,11 @@ class StepEngine:
             self.load_state_dict(state)
         self.is_set_up = True
 
+    def check_set_up(self) -> None:
+        """ValueError before `setup`."""
+        if not self.is_set_up:
+            raise ValueError("the engine has no model yet: call setup() first")
+
     def optimizer_step(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         """Update the weights once; the model must be in training mode.
 
@@ -651,8 +658,7 @@ class StepEngine:
         or has no target, is counted but changes no weight. ValueError before `setup` and without a
         micro-batch; FloatingPointError, before the update, where loss or norm isn't finite.
         """
-        if not self.is_set_up:
-            raise ValueError("the engine has no model yet: call setup() first")
+        self.check_set_up()
         if not micro_batches:
             raise ValueError("an optimizer step needs at least one micro-batch")
         self.in_step = True
@@ -675,7 +681,11 @@ class StepEngine:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to resume exactly here; all ranks must call it."""
+        """Everything that a run needs to resume exactly here; all ranks must call it.
+
+        ValueError before `setup`.
+        """
+        self.check_set_up()
         return capture_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -751,8 +761,9 @@ class TrainingEngine(StepEngine):
     def validate(self) -> dict[str, float]:
         """Evaluate the model on the validation data; returns val_loss and the task's metrics.
 
-        ValueError where the data has no target.
+        ValueError before `setup`, and where the data has no target.
         """
+        self.check_set_up()
         self.callbacks.call("on_validation_start", self)
         self.eval_model.eval()
         loader = self.data.val_dataloader(

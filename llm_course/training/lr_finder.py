@@ -111,7 +111,11 @@ def training_windows(engine: StepEngine, num_epochs: int) -> Iterator[list[dict[
 
 
 def set_learning_rate(engine: StepEngine, rate: float) -> None:
-    """Give the optimizer's fastest group this learning rate; the others keep their proportion."""
+    """Give the optimizer's fastest group this learning rate; the others keep their proportion.
+
+    ValueError for a negative rate.
+    """
+    check_numbers("[0, inf)", rate=rate)
     base_rates = engine.scheduler.base_lrs
     for group, base in zip(engine.optimizer.param_groups, base_rates, strict=True):
         group["lr"] = rate * base / max(base_rates)

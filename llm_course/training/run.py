@@ -97,7 +97,7 @@ def _load_class(key: str, name: str, base: type) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a name such as ..mine
         raise ValueError(f"{key}={name!r} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}={name!r} is not a subclass of {base.__name__}")
@@ -239,13 +239,13 @@ def _alone_in(folder: Path, option: str = "--run-dir") -> Iterator[None]:
 
 @contextmanager
 def _alone(config: Config) -> Iterator[None]:
-    """Hold the locks of the folders that only one run may write: its own and its checkpoints'."""
+    """Hold the locks of the run's folder, and of `checkpoint.dir` where that is another one."""
     run_dir = Path(config.run_dir)
-    checkpoints = config.checkpoint_dir
+    named = config.checkpoint.dir is not None
     with ExitStack() as locks:
         locks.enter_context(_alone_in(run_dir))
-        if checkpoints.resolve() != run_dir.resolve():
-            locks.enter_context(_alone_in(checkpoints, "--checkpoint.dir"))
+        if named and config.checkpoint_dir.resolve() != run_dir.resolve():
+            locks.enter_context(_alone_in(config.checkpoint_dir, "--checkpoint.dir"))
         yield
 
 # %% ../../nbs/19a_training.ipynb #77148dfa
@@ -303,7 +303,7 @@ def _own_callbacks(config: Config) -> list[Callback]:
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:  # an argument that it doesn't have, or one that it needs
-            raise ValueError(f"callbacks={name!r} cannot be made: {error}") from error
+            raise ValueError(f"callbacks={name!r} cannot be constructed: {error}") from error
         callbacks.append(kind(**arguments))
     return callbacks
 
@@ -539,10 +539,10 @@ def _train_in_rank(config: Config, resume: bool | str) -> RunResult:
         return _train(config, runtime, resume=resume)
 
 # %% ../../nbs/19a_training.ipynb #c445890a
-def load_state(run_dir: Path, which: str = "latest") -> dict[str, Any]:
+def load_state(run_dir: str | Path, which: str = "latest") -> dict[str, Any]:
     """The state in a run's `latest` or `best` checkpoint; ValueError where there is none."""
     check_choice(("latest", "best"), which=which)
-    config = _config_in(run_dir)
+    config = _config_in(Path(run_dir))
     settings = config.checkpoint
     manager = CheckpointManager(
         config.checkpoint_dir, best_metric=settings.best_metric, best_mode=settings.best_mode
@@ -567,7 +567,7 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     The model is in evaluation mode, on the CPU. ValueError where there is no such checkpoint, and
     for a run that doesn't train on text.
     """
-    state = load_state(Path(run_dir), which)
+    state = load_state(run_dir, which)
     config = read_config(Path(run_dir) / "config.yaml")
     if not Path(run_dir, BPETokenizer.FILE_NAME).is_file():
         raise ValueError(
@@ -579,8 +579,8 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     learned = state["data"].get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != learned:
         raise ValueError(
-            f"{run_dir}/{BPETokenizer.FILE_NAME} is another tokenizer ({tokenizer.sha256[:12]})"
-            f" than the one that the model has learned ({learned[:12]}): put that one back"
+            f"{run_dir}/{BPETokenizer.FILE_NAME} ({tokenizer.sha256[:12]}) is not the tokenizer"
+            f" that the model was trained with ({learned[:12]}): put that one back"
         )
     # the size of the vocabulary is all that build_model asks of the data
     data: Any = SimpleNamespace(vocab_size=tokenizer.vocab_size)

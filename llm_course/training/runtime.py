@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..checks import check_numbers, check_sizes
 from ..hardware import resolve_device
 
 # %% ../../nbs/14a_runtime.ipynb #dbafe166
@@ -37,8 +38,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of PyTorch (all devices), NumPy and Python.
 
-    NumPy takes the lowest 32 bits of `seed`.
+    NumPy takes the lowest 32 bits of `seed`. ValueError where that isn't a whole number of 0 or
+    more that 64 bits can hold.
     """
+    check_sizes(0, seed=seed)
+    check_numbers("[0, 18446744073709551616)", seed=seed)  # 2**64
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -178,12 +178,12 @@ def _from_text(key: str, text: str) -> list[Setting]:
     if is_list or str not in options:
         with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a text
             value = _StrictLoader(text).get_single_data()
-    if value is None:
+    if value is None and NoneType in options:
         raise ValueError(f"{key}={text!r} is nothing in YAML: write null if you mean that")
     if isinstance(value, dict) and any(map(is_dataclass, options)):
         parts = (_from_value(f"{key}.{name}", part, part) for name, part in value.items())
         return [setting for part in parts for setting in part]
-    return [(key, _checked(key, value, text))]
+    return [(key, _checked(key, value, text or "''"))]
 
 
 def _from_value(key: str, value: Any, shown: Any) -> list[Setting]:
