@@ -308,7 +308,7 @@ def test_case_5_a_pickle_in_the_place_of_a_file_is_refused_and_never_opened(tmp_
         }
         (new / "manifest.json").write_text(json.dumps(manifest))
         verify(new)
-        with pytest.raises(ValueError, match="holds no state of a run"):
+        with pytest.raises(ValueError, match="does not hold the state of a run"):
             load_checkpoint(new)
     assert not target.exists()
     pickle.loads(pickle.dumps(Payload(target)))
@@ -752,7 +752,7 @@ def test_a_state_that_makes_no_sense_is_an_error_of_ours(tmp_path, text):
     if text == "{}":
         assert load_checkpoint(path).keys() == {"model"}
     else:
-        with pytest.raises(ValueError, match="holds no state of a run"):
+        with pytest.raises(ValueError, match="does not hold the state of a run"):
             load_checkpoint(path)
     (path / "manifest.json").write_text(text)
     assert ours.latest() is None
@@ -927,7 +927,7 @@ def test_a_wrong_best_metric_ends_all_processes_alike(tmp_path):
         checkpointer = Checkpointer(
             manager_of(tmp_path / "run", best_metric="val_los"), save_interval=4
         )
-        with pytest.raises(ValueError, match="best_metric='val_los' is no result"):
+        with pytest.raises(ValueError, match="best_metric='val_los' is not a result"):
             checkpointer.on_step_end(engine, {})
         assert asked == [False] and checkpointer.saved_step == 4
     assert step_of(checkpointer.manager.latest()) == 4

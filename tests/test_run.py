@@ -383,7 +383,7 @@ def test_a_plateau_lowers_the_rate_of_a_run(folder):
 def test_a_wrong_best_metric_is_found_at_the_start(folder):
     config = settings("run")
     wrong = replace(config, checkpoint=replace(config.checkpoint, best_metric="val_accuracy"))
-    with pytest.raises(ValueError, match="'val_accuracy' is no result.*val_loss, val_bits"):
+    with pytest.raises(ValueError, match="'val_accuracy' is not a result.*val_loss, val_bits"):
         train_worker(wrong)
     assert not Path("run/metrics.jsonl").exists() and not Path("run/config.yaml").exists()
 

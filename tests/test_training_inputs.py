@@ -30,12 +30,7 @@ from llm_course.training.engine import (
     planned_steps,
 )
 from llm_course.training.lr_finder import LearningRateCurve, running_average, set_learning_rate
-from llm_course.training.monitoring import (
-    PerformanceMonitor,
-    RandomTokens,
-    measure_step,
-    peak_memory_bytes,
-)
+from llm_course.training.monitoring import PerformanceMonitor, RandomTokens, measure_step
 from llm_course.training.optim import Muon, learning_rate_factor, newton_schulz
 from llm_course.training.run import find_task, load_run, load_state
 from llm_course.training.runtime import seed_everything
@@ -185,6 +180,5 @@ def test_what_is_at_the_edge_is_taken():
     assert newton_schulz(torch.full((2, 2), math.nan)).isnan().all()
     assert learning_rate_factor(10**30, RATES, max_steps=10) == pytest.approx(0.1)
     assert running_average([], 0.9) == []
-    assert peak_memory_bytes("cpu") == pytest.approx(peak_memory_bytes(CPU), rel=0.2)
     seed_everything(2**64 - 1)
     assert [*group_micro_batches([], 3)] == []

@@ -69,13 +69,13 @@ class RandomTokens(BaseDataModule):
         self.val_dataset = PackedDataset(ids[:some], T, separator_id=self.separator_id)
 
 # %% ../../nbs/17b_monitoring.ipynb #e30b1eb8
-def peak_memory_bytes(device: torch.device | str) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most memory, in bytes, that this process has held since it began.
 
     On CUDA that is the memory of its tensors on `device` and nothing else; elsewhere the whole
     process in main memory. 0 where the system does not say (Windows).
     """
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux, where `getrusage` would count the memory of the process that started this one
     try:
