@@ -100,16 +100,13 @@ def check_device(
     Both start from the same weights. Returns the largest difference of the logits, of the loss, of
     each gradient and of each AdamW update, divided by the largest number on the CPU: about 1e-6 for
     a sound device, infinity for NaN. A RuntimeWarning names the worst one above `tolerance`. AdamW
-    steps on matrices stored by rows, and again by columns.
-
-    Some faults show only in large shapes: pass the `config`, `batch_size` and `sequence_length` of
-    your run. Where TF32 (float32 with fewer digits) or the like is on, raise `tolerance`. With
-    experts, a near tie in a router may send a token elsewhere, so that a sound device looks broken:
-    check without experts. The global random state is left alone.
-
-    ValueError for sizes that aren't whole numbers of at least 1, for a length beyond the positions
-    of `config`, and for a tolerance that is not positive and finite; PyTorch's own error where
-    there is no such `device`.
+    steps on matrices stored by rows, and again by columns. Some faults show only in large shapes:
+    pass the `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with
+    fewer digits) or the like is on, raise `tolerance`. With experts, a near tie in a router may
+    send a token elsewhere, and a sound device looks broken: check without experts. The global
+    random state is left alone. ValueError for sizes below 1, for a length beyond the positions of
+    `config`, and for a tolerance that is not positive and finite; PyTorch's own error where there
+    is no such `device`.
     """
     batch_size, T = check_sizes(batch_size=batch_size, sequence_length=sequence_length)
     check_numbers("(0, inf)", hint="1e-3 is usual", tolerance=tolerance)

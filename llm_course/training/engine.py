@@ -6,7 +6,8 @@
 __all__ = ['group_micro_batches', 'planned_steps', 'run_length', 'TrainState', 'Callback', 'CallbackList', 'check_step_output',
            'MixedPrecision', 'with_dynamic_rows', 'ForwardPass', 'WindowTotals', 'GradientWindow', 'batch_teller',
            'mean_loss', 'validation_metrics', 'Epoch', 'prepare_data', 'agree_to_stop', 'follow_schedule',
-           'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine', 'TrainingEngine']
+           'check_set_up', 'check_can_step', 'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine',
+           'TrainingEngine']
 
 # %% ../../nbs/14b_engine.ipynb #1a3ef654
 import itertools
@@ -523,11 +524,25 @@ def follow_schedule(scheduler: LambdaLR) -> None:
         group["lr"] = rate
 
 
+def check_set_up(engine: "StepEngine") -> None:
+    """ValueError for an engine that has no model yet."""
+    if not engine.is_set_up:
+        raise ValueError("the engine has no model yet: call setup() first")
+
+
+def check_can_step(engine: "StepEngine", micro_batches: Sequence[dict[str, Tensor]]) -> None:
+    """ValueError for an engine that has no model yet, and for a step without a micro-batch."""
+    check_set_up(engine)
+    if not micro_batches:
+        raise ValueError("an optimizer step needs at least one micro-batch")
+
+
 def capture_state(engine: "StepEngine") -> dict[str, Any]:
     """Everything that a run needs to resume exactly here.
 
-    All ranks must call it; the tensors are whole on the main one.
+    All ranks must call it; the tensors are whole on the main one. ValueError before `setup`.
     """
+    check_set_up(engine)
     runtime = engine.runtime
     return {
         "model": runtime.model_state(engine.model),
@@ -646,11 +661,6 @@ class StepEngine:
             self.load_state_dict(state)
         self.is_set_up = True
 
-    def check_set_up(self) -> None:
-        """ValueError before `setup`."""
-        if not self.is_set_up:
-            raise ValueError("the engine has no model yet: call setup() first")
-
     def optimizer_step(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         """Update the weights once; the model must be in training mode.
 
@@ -658,9 +668,7 @@ class StepEngine:
         or has no target, is counted but changes no weight. ValueError before `setup` and without a
         micro-batch; FloatingPointError, before the update, where loss or norm isn't finite.
         """
-        self.check_set_up()
-        if not micro_batches:
-            raise ValueError("an optimizer step needs at least one micro-batch")
+        check_can_step(self, micro_batches)
         self.in_step = True
         totals = self.window.compute(micro_batches, self.optimizer)
         overflowed = self.forward.mixed_precision.overflowed(totals.grad_norm)
@@ -685,7 +693,6 @@ class StepEngine:
 
         ValueError before `setup`.
         """
-        self.check_set_up()
         return capture_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -763,7 +770,7 @@ class TrainingEngine(StepEngine):
 
         ValueError before `setup`, and where the data has no target.
         """
-        self.check_set_up()
+        check_set_up(self)
         self.callbacks.call("on_validation_start", self)
         self.eval_model.eval()
         loader = self.data.val_dataloader(
