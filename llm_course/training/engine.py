@@ -6,7 +6,7 @@
 __all__ = ['group_micro_batches', 'planned_steps', 'run_length', 'TrainState', 'Callback', 'CallbackList', 'check_step_output',
            'MixedPrecision', 'with_dynamic_rows', 'ForwardPass', 'WindowTotals', 'GradientWindow', 'batch_teller',
            'mean_loss', 'validation_metrics', 'Epoch', 'prepare_data', 'agree_to_stop', 'follow_schedule',
-           'check_set_up', 'check_can_step', 'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine',
+           'check_set_up', 'begin_step', 'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine',
            'TrainingEngine']
 
 # %% ../../nbs/14b_engine.ipynb #1a3ef654
@@ -530,11 +530,15 @@ def check_set_up(engine: "StepEngine") -> None:
         raise ValueError("the engine has no model yet: call setup() first")
 
 
-def check_can_step(engine: "StepEngine", micro_batches: Sequence[dict[str, Tensor]]) -> None:
-    """ValueError for an engine that has no model yet, and for a step without a micro-batch."""
+def begin_step(engine: "StepEngine", micro_batches: Sequence[dict[str, Tensor]]) -> None:
+    """Mark the engine as inside a step.
+
+    ValueError for an engine that has no model yet, and for a step without a micro-batch.
+    """
     check_set_up(engine)
     if not micro_batches:
         raise ValueError("an optimizer step needs at least one micro-batch")
+    engine.in_step = True
 
 
 def capture_state(engine: "StepEngine") -> dict[str, Any]:
@@ -668,8 +672,7 @@ class StepEngine:
         or has no target, is counted but changes no weight. ValueError before `setup` and without a
         micro-batch; FloatingPointError, before the update, where loss or norm isn't finite.
         """
-        check_can_step(self, micro_batches)
-        self.in_step = True
+        begin_step(self, micro_batches)
         totals = self.window.compute(micro_batches, self.optimizer)
         overflowed = self.forward.mixed_precision.overflowed(totals.grad_norm)
         if not totals.usable(overflowed=overflowed):
