@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout
 
+from ..checks import check_choice
 from ..hardware import matmul_flops, memory_bytes, resolve_precision
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
@@ -67,8 +68,8 @@ AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
 def find_task(name: str) -> type[TrainingTask]:
     """The task class with this name in `AVAILABLE_TASKS`, or at `package.module:Class`.
 
-    The module may be a file in the current folder. ValueError where the name leads nowhere, or to
-    something that is no task.
+    The module may be a file in the current folder. ValueError where there is no such class, or
+    where it isn't a complete `TrainingTask`.
     """
     if name in AVAILABLE_TASKS:
         return AVAILABLE_TASKS[name]
@@ -92,11 +93,11 @@ def _load_class(key: str, name: str, base: type) -> Any:
     if not (module_name and class_name):
         raise ValueError(f"{key}={name!r} must name a class as package.module:Class")
     if os.getcwd() not in sys.path:
-        # it stays there: processes that load data look up the task's classes, too
+        # it stays there, because processes that load data look up the task's classes too
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a name such as ..mine
         raise ValueError(f"{key}={name!r} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{key}={name!r} is not a subclass of {base.__name__}")
@@ -160,9 +161,9 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
 
 # %% ../../nbs/19a_training.ipynb #b31fe654
 def _find_checkpoint(resume: str, config: Config) -> tuple[Path, Path]:
-    """The run and the checkpoint that `resume` leads to, by the folder of either.
+    """The run and the checkpoint that `resume` names, by the folder of either.
 
-    ValueError where there is none, or where `config.run_dir` has checkpoints of another run.
+    ValueError where there is none, and where this run has checkpoints of its own elsewhere.
     """
     path = Path(resume).expanduser()
     run = path.parent.parent if (path / "manifest.json").is_file() else path
@@ -185,7 +186,7 @@ def _find_checkpoint(resume: str, config: Config) -> tuple[Path, Path]:
 
 
 def _bring_along(former: Path, config: Config) -> None:
-    """Copy what a run that goes on elsewhere needs: its tokenizer, and the rows of its log."""
+    """Copy what a run needs to go on in another folder: its tokenizer, and the rows of its log."""
     for name, folder in (
         ("tokenizer.json", Path(config.run_dir)),
         ("metrics.jsonl", config.log_dir),
@@ -196,14 +197,14 @@ def _bring_along(former: Path, config: Config) -> None:
 
 
 def _config_in(run_dir: Path) -> Config:
-    """The configuration of the run in a folder, wherever that has been moved; else the defaults."""
+    """The configuration of the run in a folder, even a moved one; the defaults without a run."""
     saved = run_dir / "config.yaml"
     config = read_config(saved) if saved.is_file() else Config()
     return replace(config, run_dir=str(run_dir))
 
 
 def _check_own_checkpoints(config: Config) -> None:
-    """ValueError where a new run would take the checkpoints of another for its own."""
+    """ValueError where a new run would mistake the checkpoints of another for its own."""
     is_new = not Path(config.run_dir, "config.yaml").is_file()
     folder = config.checkpoint.dir
     if folder is not None and is_new and any(config.checkpoint_dir.glob("step_*")):
@@ -214,30 +215,44 @@ def _check_own_checkpoints(config: Config) -> None:
 
 # %% ../../nbs/19a_training.ipynb #cf18fcc1
 @contextmanager
-def _alone_in(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock. The system releases it when the process ends, however it ends."""
+def _alone_in(folder: Path, option: str = "--run-dir") -> Iterator[None]:
+    """Hold the lock of a folder, which `option` chooses.
+
+    The system releases it when the process ends, however it ends. ValueError where another process
+    holds it, or the folder cannot be written.
+    """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run_dir / ".lock")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"another process is training in {run_dir}: wait for it, or choose another --run-dir"
+            f"another process is training in {folder}: wait for it, or choose another {option}"
         ) from None
     except OSError as error:
-        raise ValueError(
-            f"{run_dir} cannot be written: {error}. Choose another --run-dir"
-        ) from None
+        raise ValueError(f"{folder} cannot be written: {error}. Choose another {option}") from None
     try:
         yield
     finally:
         lock.release()
 
+
+@contextmanager
+def _alone(config: Config) -> Iterator[None]:
+    """Hold the locks of the run's folder, and of `checkpoint.dir` where that is another one."""
+    run_dir = Path(config.run_dir)
+    named = config.checkpoint.dir is not None
+    with ExitStack() as locks:
+        locks.enter_context(_alone_in(run_dir))
+        if named and config.checkpoint_dir.resolve() != run_dir.resolve():
+            locks.enter_context(_alone_in(config.checkpoint_dir, "--checkpoint.dir"))
+        yield
+
 # %% ../../nbs/19a_training.ipynb #77148dfa
 def _callbacks(
     config: Config, manager: CheckpointManager, *, runtime: Runtime, logger: Logger
 ) -> list[Callback]:
-    """The callbacks of a run, in calling order; only the main process writes."""
+    """The callbacks of a run, in the order in which they are called; only rank 0 writes."""
     run_dir = Path(config.run_dir)
     log_dir = config.log_dir
     told = config.logging
@@ -251,7 +266,7 @@ def _callbacks(
         if told.sample_interval is not None and config.distributed.strategy == "ddp":
             sample = functools.partial(_sample, run_dir=run_dir, config=config)
             callbacks.append(SampleWriter(log_dir, interval=told.sample_interval, sample=sample))
-    callbacks += own  # before the logger, so that what they add to the metrics has its place there
+    callbacks += own  # before the logger, so that it writes what they add to the metrics
     if runtime.is_main:
         print_row = None if told.progress else logger.info
         metrics = MetricsLogger(log_dir, log_interval=told.log_interval, print_row=print_row)
@@ -274,7 +289,7 @@ def _callbacks(
 
 
 def _own_callbacks(config: Config) -> list[Callback]:
-    """The callbacks that the configuration names, made with the arguments that it gives."""
+    """The callbacks that the configuration names, each with the arguments it is given."""
     callbacks = []
     for entry in config.callbacks:
         arguments = {"class": entry} if isinstance(entry, str) else dict(entry)
@@ -288,7 +303,7 @@ def _own_callbacks(config: Config) -> list[Callback]:
         try:
             inspect.signature(kind).bind(**arguments)
         except TypeError as error:  # an argument that it doesn't have, or one that it needs
-            raise ValueError(f"callbacks={name!r} cannot be made: {error}") from error
+            raise ValueError(f"callbacks={name!r} cannot be constructed: {error}") from error
         callbacks.append(kind(**arguments))
     return callbacks
 
@@ -309,7 +324,7 @@ class RunResult(NamedTuple):
 
 
 def _introduce(engine: TrainingEngine, logger: Logger) -> None:
-    """Log what is trained on what."""
+    """Log the data, the model and the device."""
     info = getattr(engine.data, "info", {})
     if info:
         logger.info(
@@ -325,7 +340,7 @@ def _introduce(engine: TrainingEngine, logger: Logger) -> None:
 
 
 def _check_writes(engine: TrainingEngine, run_dir: Path) -> None:
-    """ValueError where a run that can't write text is asked for samples of it."""
+    """ValueError where samples are asked of a run that can't write text."""
     config = engine.config
     has_tokenizer = (run_dir / BPETokenizer.FILE_NAME).is_file()
     if not (isinstance(engine.model, DecoderModel) and has_tokenizer):
@@ -337,7 +352,7 @@ def _check_writes(engine: TrainingEngine, run_dir: Path) -> None:
 
 
 def generate_line(config: Config) -> str:
-    """The command line that makes this run's model write."""
+    """The command line that generates text with this run's model."""
     words = ["--run", config.run_dir, "--prompt", config.logging.sample_prompt]
     return shlex.join(["llm-course", "generate", *words])
 
@@ -354,7 +369,8 @@ _OF_TRAINING = (
 def initial_model(source: str) -> tuple[DecoderModel, Path]:
     """The model that `init_from` names, in fp32, and the folder of its tokenizer.json.
 
-    ValueError or FileNotFoundError where there is none.
+    `source` is the folder of a run, or a folder or a model id of Hugging Face. ValueError or
+    FileNotFoundError where there is none.
     """
     folder = Path(source).expanduser()
     if (folder / "config.yaml").is_file():
@@ -366,8 +382,9 @@ def initial_model(source: str) -> tuple[DecoderModel, Path]:
 def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
     """`config` with the shape and the tokenizer of the model that `init_from` names, and the model.
 
-    Without `init_from`, `config` as it is and None. A run that has its `config.yaml` knows both
-    already, so the source need not be there any more.
+    Without `init_from`: `config` as it is, and None. A run that already has its `config.yaml` knows
+    shape and tokenizer, so the source may be gone, and the model is None. ValueError where `config`
+    asks for another shape or tokenizer.
     """
     if config.init_from is None:
         return config, None
@@ -410,7 +427,7 @@ def _load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
             f"init_from={source} needs a task that trains a DecoderModel, and"
             f" task={engine.config.task!r} trains a {type(engine.model).__name__}: leave it out"
         )
-    if initial is None:  # killed before its first checkpoint
+    if initial is None:  # the run was killed before its first checkpoint
         initial, _ = initial_model(str(source))
     engine.runtime.load_model(engine.model, initial.state_dict())
 
@@ -451,7 +468,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
         best_mode=config.checkpoint.best_mode,
         logger=logger,
     )
-    with _alone_in(run_dir) if runtime.is_main else nullcontext():
+    with _alone(config) if runtime.is_main else nullcontext():
         runtime.barrier()
         if runtime.is_main:
             config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -480,7 +497,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
 
 
 def _finished(engine: TrainingEngine) -> str:
-    """Why a finished run isn't trained again, and what can be done with it."""
+    """Why a finished run isn't trained again, and what to do with it instead."""
     config = engine.config
     way_out = f". To make it write: {generate_line(config)}" if config.task == "lm" else ""
     return (
@@ -493,12 +510,10 @@ def _finished(engine: TrainingEngine) -> str:
 def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:
     """Train as `config` says, in `config.run_dir`: a new run, or the rest of an unfinished one.
 
-    With `resume` it must be the rest of one, and a text names the checkpoint or the run to go on
-    from, which may lie in another folder.
-
-    With `distributed.world_size` above 1 it starts that many processes; under torchrun it is one
-    of the processes that torchrun started. ValueError where the configuration, the data or the
-    folder does not allow it.
+    With `resume=True` there must be one to go on with; a path names the checkpoint or the run to
+    resume from, which may be in another folder. With `distributed.world_size` above 1 it starts
+    that many processes; under torchrun it joins the processes that torchrun has started. ValueError
+    where the configuration, the data or the folder does not allow it.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         return _train_in_rank(config, resume)
@@ -524,9 +539,10 @@ def _train_in_rank(config: Config, resume: bool | str) -> RunResult:
         return _train(config, runtime, resume=resume)
 
 # %% ../../nbs/19a_training.ipynb #c445890a
-def load_state(run_dir: Path, which: str = "latest") -> dict[str, Any]:
+def load_state(run_dir: str | Path, which: str = "latest") -> dict[str, Any]:
     """The state in a run's `latest` or `best` checkpoint; ValueError where there is none."""
-    config = _config_in(run_dir)
+    check_choice(("latest", "best"), which=which)
+    config = _config_in(Path(run_dir))
     settings = config.checkpoint
     manager = CheckpointManager(
         config.checkpoint_dir, best_metric=settings.best_metric, best_mode=settings.best_mode
@@ -536,7 +552,7 @@ def load_state(run_dir: Path, which: str = "latest") -> dict[str, Any]:
         if which == "best" and manager.latest() is not None:
             raise ValueError(
                 f"{run_dir} holds no best checkpoint: no whole one was measured by "
-                f"checkpoint.best_metric={settings.best_metric!r}. Take --checkpoint latest"
+                f"checkpoint.best_metric={settings.best_metric!r}. Use --checkpoint latest"
             )
         raise ValueError(
             f"{run_dir} holds no {which} checkpoint: train one with llm-course train --run-dir"
@@ -549,9 +565,9 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     """The model of a run's `latest` or `best` checkpoint, and its tokenizer.
 
     The model is in evaluation mode, on the CPU. ValueError where there is no such checkpoint, and
-    for a run without text.
+    for a run that doesn't train on text.
     """
-    state = load_state(Path(run_dir), which)
+    state = load_state(run_dir, which)
     config = read_config(Path(run_dir) / "config.yaml")
     if not Path(run_dir, BPETokenizer.FILE_NAME).is_file():
         raise ValueError(
@@ -563,10 +579,10 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     learned = state["data"].get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != learned:
         raise ValueError(
-            f"{run_dir}/{BPETokenizer.FILE_NAME} is another tokenizer ({tokenizer.sha256[:12]})"
-            f" than the one that the model has learned ({learned[:12]}): put that one back"
+            f"{run_dir}/{BPETokenizer.FILE_NAME} ({tokenizer.sha256[:12]}) is not the tokenizer"
+            f" that the model was trained with ({learned[:12]}): put that one back"
         )
-    # the vocabulary's size is all that a task of text asks of its data
+    # the size of the vocabulary is all that build_model asks of the data
     data: Any = SimpleNamespace(vocab_size=tokenizer.vocab_size)
     model = find_task(config.task)(config).build_model(data)
     if not isinstance(model, DecoderModel):
@@ -581,10 +597,10 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
 def continuation(
     model: Any, tokenizer: BPETokenizer, prompt: str, *, seed: int | None, **settings: Any
 ) -> Iterator[str]:
-    """The text that `model` adds to `prompt`, piece by piece as it comes.
+    """The text that `model` adds to `prompt`, piece by piece as it is generated.
 
-    `settings` go to `stream_text`; the temperature is 0.6 and `top_p` 0.95 where they don't say
-    otherwise. Without a `seed` each call gives another text.
+    `settings` are those of `stream_text`, with a default temperature of 0.6 and `top_p` of 0.95.
+    Without a `seed`, every call gives another text. ValueError as `stream_text`.
     """
     generator = torch.Generator(next(model.parameters()).device)
     if seed is None:
@@ -596,7 +612,7 @@ def continuation(
 
 
 def _sample(model: torch.nn.Module, *, run_dir: Path, config: Config) -> str:
-    """The sample that a run writes: its prompt, and what the model adds."""
+    """The sample that a run writes: its prompt, and the model's continuation."""
     prompt = config.logging.sample_prompt
     settings = dict(max_new_tokens=config.logging.sample_tokens, seed=config.training.seed)
     pieces = continuation(model, BPETokenizer.load(run_dir), prompt, **settings)
