@@ -27,7 +27,12 @@ PACKAGE = ROOT / "llm_course"
 PAGES = sorted((ROOT / "nbs").glob("[0-9][0-9]*_*.ipynb"))
 SOLUTIONS = sorted((ROOT / "solutions").glob("*.ipynb"))
 NOTEBOOKS = [*PAGES, ROOT / "nbs" / "index.ipynb", *SOLUTIONS]
-MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.name not in {"__init__.py", "_modidx.py"})
+HELPERS = sorted((PACKAGE / "pages").glob("*.py"))  # of the pages: written by hand
+MODULES = sorted(
+    path
+    for path in PACKAGE.rglob("*.py")
+    if path.name not in {"__init__.py", "_modidx.py"} and path not in HELPERS
+)
 
 
 def module_name(path: Path) -> str:
@@ -110,15 +115,19 @@ def import_faults(code: str, module: str, chapter: str, chapters: dict[str, str]
 
 
 def notebook_import_faults(notebook: dict, chapter: str, chapters: dict[str, str]) -> list[str]:
-    """A page uses what the reader has built, and imports it absolutely."""
+    """A page uses what the reader has built, and imports it absolutely; its helpers are exported
+    by no page.
+    """
     faults = []
+    helpers = {module_name(path): "00" for path in HELPERS}
     for cell in code_cells(notebook):
         code = python(cell)
+        known = chapters if re.search(r"^#\|\s*export", code, re.MULTILINE) else chapters | helpers
         imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
         relative = [node for node in imports if node.level]
         faults += [f"{ast.unparse(node)}: import absolutely" for node in relative]
         if not relative:
-            faults += import_faults(code, "", chapter, chapters)
+            faults += import_faults(code, "", chapter, known)
     return faults
 
 
@@ -168,10 +177,30 @@ def python_alone(code: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=names(MODULES))
-def test_module_imports_alone_and_in_silence(path):
-    process = python_alone(f"import {module_name(path)}")
-    assert (process.returncode, process.stdout) == (0, ""), process.stdout + process.stderr
+IMPORT_EACH = """
+import os, sys
+import torch  # once for all of them: it takes longer than they do
+for module in sys.argv[1:]:
+    if child := os.fork():
+        print(module, os.waitpid(child, 0)[1])
+    else:
+        __import__(module)
+        sys.stdout.flush()
+        os._exit(0)
+    sys.stdout.flush()
+"""
+
+
+def test_each_module_imports_alone_and_in_silence():
+    modules = [module_name(path) for path in [*MODULES, *HELPERS]]
+    process = python_alone(IMPORT_EACH, *modules)
+    assert process.stdout.splitlines() == [f"{module} 0" for module in modules], process.stderr
+
+
+def test_planted_module_that_does_not_import():
+    process = python_alone(IMPORT_EACH, "json", "no.such_module", "this")
+    assert process.stdout.startswith("json 0\nno.such_module 256\n")
+    assert "Zen" in process.stdout  # it speaks, so the comparison above fails
 
 
 @pytest.mark.parametrize(
@@ -188,6 +217,7 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     shutil.copytree(
         ROOT / "nbs", tmp_path / "nbs", ignore=shutil.ignore_patterns(".ipynb_checkpoints")
     )
+    shutil.copytree(PACKAGE / "pages", tmp_path / "llm_course" / "pages")  # written by hand
     shutil.copy(ROOT / "settings.ini", tmp_path)
     nbdev_export = Path(sys.executable).with_name("nbdev_export")
     subprocess.run([nbdev_export], cwd=tmp_path, check=True, env=os.environ | {"PYTHONUTF8": "1"})
@@ -467,6 +497,8 @@ def test_planted_import(code, fault):
         ("#| export\nfrom llm_course.training.engine import Callback", "after 07"),
         ("from llm_course.training.engine import TrainingEngine", "after 07"),
         ("#| export\nfrom .mlp import MLP", "absolutely"),
+        ("from llm_course.pages.play import play\nplay(print)", None),
+        ("#| export\nfrom llm_course.pages.play import play", "no chapter"),
     ],
 )
 def test_planted_import_on_a_page(code, fault):

@@ -1,0 +1,61 @@
+"""A control that the reader moves, beside a picture for those who only read."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from IPython.display import display
+from IPython.utils.capture import capture_output
+
+
+def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> None:
+    """Show what `draw` shows, and a control for each of its arguments.
+
+    `draw` plots, prints or displays. It is called once without arguments, so each has a default,
+    with which its control begins; and again whenever the reader moves a control. `controls` are
+    those of `ipywidgets.interact`: `(low, high, step)` makes a slider, a list a menu, a text a
+    text field, a bool a checkbox; a widget is taken as it is. With `live=False` a slider waits
+    until it is released, for a `draw` that takes longer than a blink.
+
+    The first picture is part of the same output as the controls. It is all that a stored page
+    keeps, and all that is shown where `ipywidgets` isn't installed.
+    """
+    picture = _shown_by(draw)
+    static = {kind: value for output in picture[::-1] for kind, value in output["data"].items()}
+    try:
+        from ipywidgets import Output, VBox, interactive
+    except ImportError:
+        display(static, raw=True)
+        return
+    # it makes the widgets from the signature; what it would do with a change is done below
+    made = interactive(functools.wraps(draw)(lambda **_: None), **controls).kwargs_widgets
+    inputs = dict(zip(controls, made, strict=True))
+    for name, control in inputs.items():
+        control.value = inspect.signature(draw).parameters[name].default
+    screen = Output(outputs=picture)
+
+    def redraw(_: Any) -> None:
+        screen.outputs = _shown_by(
+            functools.partial(draw, **{name: control.value for name, control in inputs.items()})
+        )
+
+    for control in inputs.values():
+        if not live and control.has_trait("continuous_update"):
+            control.continuous_update = False
+        control.observe(redraw, "value")
+    box = VBox([*inputs.values(), screen])
+    display(box._repr_mimebundle_() | static, raw=True)
+
+
+def _shown_by(draw: Callable[[], Any]) -> tuple[dict[str, Any], ...]:
+    """What a call prints, plots and displays, as a notebook stores it."""
+    with capture_output() as captured:
+        draw()
+    shown = [(output.data, output.metadata or {}) for output in captured.outputs]
+    if captured.stdout:
+        shown.insert(0, ({"text/plain": captured.stdout}, {}))
+    return tuple(
+        {"output_type": "display_data", "data": data, "metadata": metadata}
+        for data, metadata in shown
+    )

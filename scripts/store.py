@@ -1,0 +1,35 @@
+"""Run pages and store them with what they show: `python scripts/store.py nbs/05a_attention.ipynb`.
+
+A control is stored as its picture alone: without a running kernel it would be a message about a
+missing model.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def without_widgets(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop(WIDGET, None)
+    return notebook
+
+
+def store(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": path.parent}}).execute()
+    nbformat.write(without_widgets(notebook), path)
+    subprocess.run(["nbdev_clean", "--fname", path], check=True)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(f"{name} ...", flush=True)
+        store(Path(name))
