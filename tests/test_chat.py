@@ -16,6 +16,7 @@ from llm_course.cli import main as cli
 from llm_course.commands.chat import CHATML, ChatModel, open_chat_model, render_chat
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
+from llm_course.model.generation import generate
 from llm_course.model.gguf import gguf_tokenizer, load_gguf, read_gguf, save_gguf
 from llm_course.model.pretrained import load_pretrained, save_pretrained
 from llm_course.text.tokenization import CHAT_TOKENS, SPECIAL_TOKENS, BPETokenizer
@@ -251,6 +252,19 @@ def test_a_run_is_exported_to_both_forms_and_they_answer_alike(run, capsys):
         expected = model(ids).logits
         assert torch.equal(load_gguf("model.gguf")(ids).logits, expected)
         assert torch.equal(load_pretrained("folder")(ids).logits, expected)
+
+
+def test_a_trained_model_writes_the_same_text_in_llama_cpp(run):
+    reason = "llama.cpp is not installed: pip install llama-cpp-python"
+    llama_cpp = pytest.importorskip("llama_cpp", reason=reason)
+    assert cli(["export", "--run", "run", "--to", "model.gguf"]) == 0
+    theirs = llama_cpp.Llama("model.gguf", n_ctx=64, verbose=False, n_threads=1)
+    model, tokenizer = load_run("run")
+    ids = tokenizer.encode("user asks: what is")
+    assert theirs.tokenize(b"user asks: what is", add_bos=False) == ids
+    written = [token for token, _ in zip(theirs.generate(ids, temp=0.0), range(30), strict=False)]
+    ours = generate(model, torch.tensor([ids]), max_new_tokens=30)[0, len(ids) :]
+    assert tokenizer.decode(written) == tokenizer.decode(ours)
 
 
 def test_numbers_can_be_stored_smaller(run, capsys):

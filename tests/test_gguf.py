@@ -5,6 +5,7 @@ round trips, hostile files, and SmolLM2 where the package that brings it is inst
 import importlib.util
 import json
 import os
+import random
 import struct
 from pathlib import Path
 
@@ -471,6 +472,27 @@ def test_a_file_cut_anywhere_is_refused(good, tmp_path):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"cut\.gguf.*is (the file|it) whole\?"):
             load_gguf(path)
+
+
+def test_a_header_with_changed_bytes_is_read_or_refused(good, tmp_path):
+    """No other error, and no long wait, whatever byte of the header is another one."""
+    whole = good.read_bytes()
+    start = read_gguf(good)._offsets["token_embd.weight"]
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        changed = bytearray(whole)
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            low = chance.choice([0, start - 1800])  # anywhere, or in the list of tensors
+            changed[chance.randrange(low, start)] = chance.choice([0, 1, 255])
+        path = tmp_path / "changed.gguf"
+        path.write_bytes(changed)
+        for read in (load_gguf, gguf_tokenizer):
+            try:
+                read(path)
+            except ValueError:
+                refused += 1
+    assert refused > 100
 
 
 TOKENIZER_EDITS = {

@@ -135,7 +135,11 @@ def _gguf_layout(path: Path) -> tuple[str | None, dict[str, str]]:
     about = read_gguf(path).metadata
     tokens = about["tokenizer.ggml.tokens"]
     ids = {role: about.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos")}
-    names = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}
+    names = {
+        f"{role}_token": tokens[i]
+        for role, i in ids.items()
+        if isinstance(i, int) and 0 <= i < len(tokens)
+    }
     return about.get("tokenizer.chat_template"), names
 
 
@@ -144,7 +148,10 @@ def _folder_layout(folder: Path) -> tuple[str | None, dict[str, str]]:
     settings: dict[str, Any] = {}
     file = folder / "tokenizer_config.json"
     if file.is_file():
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            settings = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} holds no JSON object: {error}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         template = next((one["template"] for one in template if one["name"] == "default"), None)

@@ -341,10 +341,11 @@ def _config_of(file: GGUFFile) -> tuple[str, ModelConfig]:
             raise ValueError(f"{arch}.{theirs} is missing")
         settings[ours] = stated.pop(theirs, _DEFAULTS.get(ours))
     _check_sizes_against(file, settings)
-    if "token_embd.weight" not in file.shapes:
-        raise ValueError("token_embd.weight is missing")
+    table = file.shapes.get("token_embd.weight", ())
+    if len(table) != 2:
+        raise ValueError("token_embd.weight is missing, or no table")
     config = ModelConfig(
-        vocab_size=file.shapes["token_embd.weight"][0],
+        vocab_size=table[0],
         tie_word_embeddings="output.weight" not in file.shapes,
         attention_bias="blk.0.attn_q.bias" in file.shapes,
         attention_out_bias="blk.0.attn_output.bias" in file.shapes,
