@@ -9,15 +9,28 @@ __all__ = ['export_command']
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .chat import open_chat_model
+from .chat import ChatModel, open_chat_model
 from ..model.gguf import ENCODINGS, save_gguf
 from ..model.pretrained import save_pretrained
 
 # %% ../../nbs/19j_export.ipynb #3d34695f
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _write(chat: ChatModel, target: Path, *, dtype: str, name: str) -> None:
+    """Write the model in the form that the ending of `target` asks for."""
+    layout = chat.template
+    if target.suffix == ".gguf":
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written: dict[str, Any] = {"dtype": dtype, "chat_template": layout, "name": name}
+        save_gguf(chat.model, chat.tokenizer, target, **written)
+    else:
+        model = chat.model.to(_DTYPES[dtype])
+        save_pretrained(model, target, tokenizer=chat.tokenizer, chat_template=layout)
 
 
 def export_command(argv: Sequence[str] | None = None) -> int:
@@ -45,30 +58,17 @@ def export_command(argv: Sequence[str] | None = None) -> int:
         "--dtype",
         choices=list(ENCODINGS),
         default="F32",
-        help="how numbers are stored; the Q types, for .gguf files only, take a fifth of the room"
-        " and lose some precision (default: F32, which loses nothing)",
+        help="how numbers are stored; the Q types, for .gguf files only, take a quarter of the room"
+        " or less and lose some precision (default: F32, which loses nothing)",
     )
     options = parser.parse_args(argv)
     target = Path(options.to)
-    is_file = target.suffix == ".gguf"
-    if not is_file and options.dtype not in _DTYPES:
+    if target.suffix != ".gguf" and options.dtype not in _DTYPES:
         raise ValueError(
             f"--dtype {options.dtype} is for .gguf files: a folder takes {', '.join(_DTYPES)}"
         )
     chat = open_chat_model(options.model, which=options.checkpoint)
-    if is_file:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_gguf(
-            chat.model,
-            chat.tokenizer,
-            target,
-            dtype=options.dtype,
-            chat_template=chat.template,
-            name=Path(options.model).stem,
-        )
-    else:
-        model = chat.model.to(_DTYPES[options.dtype])
-        save_pretrained(model, target, tokenizer=chat.tokenizer, chat_template=chat.template)
-    parts = ["the model", "its tokenizer"] + ["its chat template"] * (chat.template is not None)
-    print(f"{target} holds {', '.join(parts[:-1])} and {parts[-1]}")
+    _write(chat, target, dtype=options.dtype, name=Path(options.model).stem)
+    layout = "" if chat.template is None else ", with its chat template"
+    print(f"{target} holds the model and its tokenizer{layout}")
     return 0
