@@ -34,6 +34,14 @@ COMMANDS = {
         "let a trained model continue a text",
         "llm_course.commands.generate:generate_command",
     ),
+    "chat": (
+        "talk with a model that was taught to answer",
+        "llm_course.commands.chat:chat_command",
+    ),
+    "export": (
+        "write a model for Hugging Face or llama.cpp",
+        "llm_course.commands.export:export_command",
+    ),
     "estimate": (
         "say what a run will cost before it starts",
         "llm_course.commands.estimate:estimate_command",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..model.decoder import DecoderModel
 from ..text.tokenization import BPETokenizer
-from ..training.run import continuation, load_run
+from ..training.run import continuation, initial_model, load_run, tokenizer_of
 
 # %% ../../nbs/19c_generate.ipynb #df9c9066
 def print_continuation(
@@ -41,13 +41,17 @@ def generate_command(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="llm-course generate", description="Let a trained model continue a text."
     )
-    parser.add_argument("--run", required=True, help="the folder of the run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", help="the folder of the run")
+    source.add_argument(
+        "--model", help="instead of a run: a folder or model of Hugging Face, a .gguf file, smollm2"
+    )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
         "--checkpoint",
         choices=("latest", "best"),
         default="latest",
-        help="which checkpoint to load (default: latest)",
+        help="which one of the run (default: latest)",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=200, help="tokens to generate at most (default: 200)"
@@ -67,7 +71,11 @@ def generate_command(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, help="makes the text repeatable")
     options = parser.parse_args(argv)
-    model, tokenizer = load_run(options.run, which=options.checkpoint)
+    if options.run is not None:
+        model, tokenizer = load_run(options.run, which=options.checkpoint)
+    else:
+        model, place = initial_model(options.model)
+        tokenizer = tokenizer_of(place)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(options, name) for name in names}
     print_continuation(model, tokenizer, options.prompt, **settings)
