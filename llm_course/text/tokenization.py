@@ -616,9 +616,9 @@ def _bytes_lost(vocab: Mapping[str, int]) -> frozenset[int]:
 class BPETokenizer(BaseTokenizer):
     """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that training uses.
 
-    It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`. Some
-    published vocabularies lack a few bytes: text that needs one becomes the unknown token if the
-    file names one, and is a ValueError otherwise.
+    It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`.
+    Some published vocabularies lack a few bytes: text that needs one becomes the unknown token if
+    the file names one, and is a ValueError otherwise.
     Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes and the pattern).
     """
 
