@@ -203,7 +203,11 @@ class DistributedConfig:
     Attributes:
         world_size: processes to start on this machine; under torchrun, which starts them itself,
             leave it at 1.
-        strategy: ddp keeps the whole model in each process, fsdp a share of it.
+        strategy: ddp keeps the whole model in each process, fsdp a share of it; tp divides each
+            matrix and pp the stack of layers, in the pairs among groups of processes.
+        model_parallel_size: with tp or pp, how many processes share a model; null is all of them.
+            In a pair, groups of that size are trained data parallel.
+        micro_batches: with pp, in how many parts a batch passes through the stages.
         backend: auto is nccl on CUDA, with gloo for what lies on the CPU, and gloo elsewhere.
         cpu_offload: with fsdp, keep what is not in use in the memory of the CPU.
         timeout: seconds that a process waits for the others before it gives up.
@@ -212,7 +216,9 @@ class DistributedConfig:
     """
 
     world_size: int = bounded(1, "(0, inf)")
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "tp", "pp", "ddp+tp", "fsdp+tp", "ddp+pp"] = "ddp"
+    model_parallel_size: int | None = bounded(None, "[2, inf)")
+    micro_batches: int = bounded(4, "(0, inf)")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     cpu_offload: bool = False
     timeout: float = bounded(600.0, "(0, inf)")
@@ -221,11 +227,27 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         _check_section("distributed", self)
-        if self.cpu_offload and self.strategy != "fsdp":
+        if self.cpu_offload and not self.strategy.startswith("fsdp"):
             raise ValueError(
-                "distributed.cpu_offload=True needs distributed.strategy=fsdp: ddp has nothing to"
-                " move away"
+                "distributed.cpu_offload=True needs distributed.strategy=fsdp:"
+                f" {self.strategy} has nothing to move away"
             )
+        size = self.model_parallel_size
+        if size is not None and not self.divides_model:
+            raise ValueError(
+                f"distributed.model_parallel_size={size} needs tp or pp in distributed.strategy:"
+                f" {self.strategy} does not divide the computation"
+            )
+        if size is None and self.divides_model and "+" in self.strategy:
+            raise ValueError(
+                f"distributed.strategy={self.strategy} needs distributed.model_parallel_size:"
+                " how many processes share a model"
+            )
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether several processes compute one model together, by tp or pp."""
+        return self.strategy.endswith(("tp", "pp"))
 
 
 @dataclass(kw_only=True)
@@ -290,7 +312,8 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
     """The rules for two keys at once: whether each is broken, what clashes, and a way out."""
     training = config.training
     distributed = config.distributed
-    fsdp = distributed.strategy == "fsdp"
+    strategy = distributed.strategy
+    shared = strategy != "ddp"
     length = config.data.sequence_length
     longest = config.model.max_position_embeddings
     rate = config.optimization.router_bias_rate
@@ -303,18 +326,18 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
         "lower the first or raise the second",
     )
     yield (
-        fsdp and training.precision == "fp16",
-        "training.precision=fp16 does not go with distributed.strategy=fsdp",
+        shared and training.precision == "fp16",
+        f"training.precision=fp16 does not go with distributed.strategy={strategy}",
         "take ddp, or bf16",
     )
     yield (
-        fsdp and config.optimization.optimizer == "muon",
-        "optimization.optimizer=muon does not go with distributed.strategy=fsdp",
+        shared and not strategy.endswith("pp") and config.optimization.optimizer == "muon",
+        f"optimization.optimizer=muon does not go with distributed.strategy={strategy}",
         "take ddp, or adamw",
     )
     yield (
-        fsdp and training.compile,
-        "training.compile=True does not go with distributed.strategy=fsdp",
+        shared and training.compile,
+        f"training.compile=True does not go with distributed.strategy={strategy}",
         "take ddp, or leave it out",
     )
     yield (
@@ -323,14 +346,32 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
         "take gloo",
     )
     yield (
-        fsdp and interval is not None,
-        f"logging.sample_interval={interval} does not go with distributed.strategy=fsdp",
+        shared and interval is not None,
+        f"logging.sample_interval={interval} does not go with distributed.strategy={strategy}",
         "no process has the whole model; take ddp, or null",
     )
     yield (
         rate > 0 and not config.model.use_moe,
         f"optimization.router_bias_rate={rate} needs model.use_moe=True",
         "without experts there is no router; set it to 0",
+    )
+    yield from _undivided(config)
+
+
+def _undivided(config: "Config") -> Iterator[tuple[object, str, str]]:
+    """The rules for models whose computation cannot be divided by tp or pp."""
+    strategy = config.distributed.strategy
+    divides = config.distributed.divides_model
+    depth = config.model.num_mtp_layers
+    yield (
+        divides and config.model.use_moe,
+        f"model.use_moe=True does not go with distributed.strategy={strategy}",
+        "experts are not divided; take ddp or fsdp",
+    )
+    yield (
+        divides and depth,
+        f"model.num_mtp_layers={depth} does not go with distributed.strategy={strategy}",
+        "take ddp or fsdp, or set it to 0",
     )
 
 # %% ../../nbs/12a_config.ipynb #60609c60
