@@ -1,4 +1,4 @@
-"""A run on the machines of a Ray cluster: Ray starts the processes, and they train as under torchrun.
+"""A run on the machines of a Ray cluster: Ray starts the processes that train.
 
     pip install 'ray[train]'
     python configs/launch/ray_train.py run.yaml --workers 16 --gpu

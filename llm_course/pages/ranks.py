@@ -19,7 +19,8 @@ from llm_course.training.distributed import DistributedManager
 
 def cell_of(thing: Callable[..., Any]) -> str:
     """The text of the cell that defines a function or a class, down to a line `# here`."""
-    code = getattr(thing, "__code__", None) or thing.__init__.__code__  # type: ignore[misc]
+    methods = [thing] if hasattr(thing, "__code__") else vars(thing).values()
+    code = next(method.__code__ for method in methods if hasattr(method, "__code__"))
     return "".join(linecache.getlines(code.co_filename)).split("# here\n")[0]
 
 

@@ -65,7 +65,7 @@ def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]
         "start more, or share each model among fewer",
     )
     yield (
-        "+" not in strategy and size != world_size,
+        strategy in ("tp", "pp") and size != world_size,
         f"distributed.strategy={strategy} divides one model among all {world_size} processes, and"
         f" distributed.model_parallel_size={size}",
         f"take ddp+{strategy}, or leave it out",
