@@ -44,6 +44,13 @@ def test_a_program_is_python(path, tmp_path):
     py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
 
 
+def test_the_settings_for_deepspeed_are_json_and_ask_for_a_disk():
+    settings = json.loads((LAUNCH / "deepspeed_zero.json").read_text(encoding="utf-8"))
+    zero = settings["zero_optimization"]
+    assert zero["stage"] == 3  # the only one that offloads parameters
+    assert zero["offload_param"]["device"] == zero["offload_optimizer"]["device"] == "nvme"
+
+
 def fake(folder: Path, name: str, body: str) -> None:
     """A command that stands in for one which is not here."""
     path = folder / name
@@ -76,7 +83,8 @@ def test_slurm_would_start_one_torchrun_on_each_machine(tmp_path):
         process.stdout.split()
         == (
             "torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d"
-            " --rdzv-id 77 --rdzv-endpoint node3:29500 --no-python llm-course train --config run.yaml"
+            " --rdzv-id 77 --rdzv-endpoint node3:29500"
+            " --no-python llm-course train --config run.yaml"
         ).split()
     )
 

@@ -3,7 +3,9 @@
     pip install 'ray[train]'
     python configs/launch/ray_train.py run.yaml --workers 16 --gpu
 
-Each worker's folder must be one that all machines see. HOW_FAR
+Each worker's folder must be one that all machines see.
+
+HOW_FAR
 """
 
 import argparse

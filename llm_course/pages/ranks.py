@@ -31,15 +31,15 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        start = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
+        start: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":  # PyTorch is imported once, and copied
-            start.set_forkserver_preload([__name__, "llm_course.training.parallel"])  # type: ignore[attr-defined]
-        self.pipes = []
+            start.set_forkserver_preload([__name__, "llm_course.training.parallel"])
+        self.pipes: list[Any] = []
         self.processes = []
         for rank in range(world_size):
             pipe, end = mp.Pipe()
             arguments = (rank, world_size, port, end, imports)
-            process = start.Process(target=_serve, args=arguments, daemon=True)  # type: ignore[attr-defined]
+            process = start.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             end.close()  # its only owner is the process: when it ends, this side hears of it
             self.pipes.append(pipe)
@@ -54,10 +54,10 @@ class Ranks:
             pipe.send((list(map(cell_of, things)), things[-1].__name__, settings))
         answers: dict[Any, Any] = {}
         while len(answers) < len(self.pipes):
-            ready = connection.wait(set(self.pipes) - set(answers), timeout=100)
+            ready: list[Any] = connection.wait(set(self.pipes) - set(answers), timeout=100)
             assert ready, "a process has not answered for 100 seconds"
             for pipe in ready:
-                answers[pipe] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                answers[pipe] = pickle.loads(pipe.recv_bytes())
         for answer in answers.values():
             if isinstance(answer, Exception):
                 raise answer

@@ -249,6 +249,10 @@ class DistributedConfig:
         """Whether several processes compute one model together, by tp or pp."""
         return self.strategy.endswith(("tp", "pp"))
 
+    def group_size(self, world_size: int) -> int:
+        """How many of `world_size` processes share one model, and read the same rows."""
+        return (self.model_parallel_size or world_size) if self.divides_model else 1
+
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
