@@ -184,6 +184,39 @@ def test_two_machines_train_one_model_and_one_process_goes_on(tmp_path, monkeypa
     assert CheckpointManager(tmp_path / "run" / "checkpoints").latest() == after
 
 
+AS_RAYS_WORKER = """
+import os, sys, types
+import torch.distributed as dist
+ray, train = types.ModuleType("ray"), types.ModuleType("ray.train")
+ray.train, train.report = train, lambda metrics: print("reported", metrics["step"])
+sys.modules |= {"ray": ray, "ray.train": train}
+dist.init_process_group("gloo")  # as TorchTrainer has done before it calls
+sys.path.insert(0, sys.argv[1])
+from ray_train import train_in_worker
+train_in_worker({"config": "run.yaml", "folder": os.getcwd()})
+"""
+
+
+def test_a_worker_of_ray_trains_in_a_group_of_its_own(tmp_path):
+    """Ray is not here: its place is taken by what it leaves in a worker's environment."""
+    run = (
+        "{task: regression, run_dir: run, training: {max_steps: 3, device: cpu},"
+        " logging: {tensorboard: false, progress: false}}"
+    )
+    (tmp_path / "run.yaml").write_text(run)
+    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", PYTHONPATH=str(ROOT))
+    process = subprocess.run(
+        [sys.executable, "-c", AS_RAYS_WORKER, LAUNCH],
+        cwd=tmp_path,
+        env=os.environ | address | ranks,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "reported 3" in process.stdout
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,7 +5,8 @@
 
 Each worker's folder must be one that all machines see.
 
-HOW_FAR
+How far it was run: `train_in_worker` in a process with the environment and the process group that
+Ray's TorchTrainer gives it (tests/test_launch.py). Not under Ray itself.
 """
 
 import argparse
