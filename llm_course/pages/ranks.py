@@ -1,4 +1,4 @@
-"""Processes that stay and answer a page's questions: a start of PyTorch takes longer than they do."""
+"""Processes that stay and answer a page's questions, since to start one takes seconds."""
 
 import linecache
 import multiprocessing as mp
@@ -46,7 +46,7 @@ class Ranks:
             self.processes.append(process)
 
     def ask(self, *things: Callable[..., Any], **settings: Any) -> list[Any]:
-        """What the last of `things` returns in each process, called with its runtime and `settings`.
+        """What the last of `things` returns in each process, called with its runtime and settings.
 
         The cells that define `things` are sent before, and stay. The first error is raised.
         """

@@ -341,6 +341,30 @@ class Stage(nn.Module):
         with self.autocast:
             return head_loss(model.lm_head, model.norm(x), labels, model.config, z_loss_coef=coef)
 
+    @contextmanager
+    def taking_over_autocast(self, device: str) -> Iterator[None]:
+        """Leave the present autocast to the forward passes: backward must not run under it."""
+        enabled = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
+        self.autocast = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+        with torch.autocast(device, enabled=False):
+            yield
+
+# %% ../../nbs/15b_parallel.ipynb #p15bppl5
+def _filled(rows: Tensor, value: int, parts: int) -> Tensor:
+    """`rows` with further ones of `value`, so that all `parts` have as many, and at least one."""
+    wanted = max(1, math.ceil(len(rows) / parts)) * parts
+    return F.pad(rows, (0, 0, 0, wanted - len(rows)), value=value)
+
+
+def _check_unscaled(gradient: Tensor) -> None:
+    if float(gradient) != 1:
+        raise ValueError(
+            f"the loss of a pipeline was multiplied by {float(gradient):g}, and its gradients are"
+            " there already: return it from train_step as it is, or take another"
+            " distributed.strategy"
+        )
+
 # %% ../../nbs/15b_parallel.ipynb #p15bppl3
 class Pipeline:
     """What a divided model does when it is called: every stage's part, and the whole model's loss.
@@ -374,15 +398,15 @@ class Pipeline:
                 " checkpoint in one process for anything else"
             )
         trains = torch.is_grad_enabled()
-        ids = self._filled(input_ids, 0)
-        targets = self._filled(labels, IGNORE_INDEX)
+        ids = _filled(input_ids, 0, self.micro_batches)
+        targets = _filled(labels, IGNORE_INDEX, self.micro_batches)
         further: dict[str, Any] = {}
         if document_ids is not None:
-            further["document_ids"] = self._filled(document_ids, 0)
+            further["document_ids"] = _filled(document_ids, 0, self.micro_batches)
         schedule = self._schedule(*ids.shape, trains=trains)
         run = schedule.step if trains else schedule.eval
         losses: list[Tensor] = []
-        with self._without_autocast(ids.device.type):
+        with self.stage.taking_over_autocast(ids.device.type):
             run(
                 *([ids] if self.stage.is_first else []),
                 target=targets if self.is_last else None,
@@ -396,13 +420,7 @@ class Pipeline:
         dist.broadcast(loss, group=self.group, group_src=self.group.size() - 1)
         if trains:
             loss.requires_grad_().register_hook(_check_unscaled)
-        aux_loss = torch.zeros((), device=ids.device)
-        return DecoderOutput(None, aux_loss, loss, (labels != IGNORE_INDEX).sum())
-
-    def _filled(self, rows: Tensor, value: int) -> Tensor:
-        """`rows`, with further ones of `value` that give each micro-batch as many, at least one."""
-        wanted = max(1, math.ceil(len(rows) / self.micro_batches)) * self.micro_batches
-        return F.pad(rows, (0, 0, 0, wanted - len(rows)), value=value)
+        return DecoderOutput(None, torch.zeros_like(loss), loss, (labels != IGNORE_INDEX).sum())
 
     def _schedule(self, rows: int, length: int, *, trains: bool) -> Schedule1F1B:
         """The turns for batches of one shape."""
@@ -424,26 +442,6 @@ class Pipeline:
                 stage, self.micro_batches, loss_fn=self.stage.loss, scale_grads=False
             )
         return self._schedules[rows, length, trains]
-
-    @contextmanager
-    def _without_autocast(self, device: str) -> Iterator[None]:
-        """Leave autocast to the stage, whose backward must not run under it."""
-        enabled = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device)
-        self.stage.autocast = torch.autocast(
-            device, dtype=dtype, enabled=enabled, cache_enabled=False
-        )
-        with torch.autocast(device, enabled=False):
-            yield
-
-
-def _check_unscaled(gradient: Tensor) -> None:
-    if float(gradient) != 1:
-        raise ValueError(
-            f"the loss of a pipeline was multiplied by {float(gradient):g}, and its gradients are"
-            " there already: return it from train_step as it is, or take another"
-            " distributed.strategy"
-        )
 
 # %% ../../nbs/15b_parallel.ipynb #p15bppl4
 class PipelineParallel(ModelParallel):
