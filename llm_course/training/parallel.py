@@ -414,9 +414,8 @@ class Pipeline:
                 return_outputs=False,
                 **further,
             )
-        loss = torch.zeros((), device=ids.device)
-        if self.is_last:
-            loss += torch.stack(losses).sum().detach()
+        # only the last stage has any
+        loss = sum((part.detach() for part in losses), start=torch.zeros((), device=ids.device))
         dist.broadcast(loss, group=self.group, group_src=self.group.size() - 1)
         if trains:
             loss.requires_grad_().register_hook(_check_unscaled)
