@@ -189,6 +189,7 @@ class DistributedManager(ProcessGroup):
         return self.whole(super().clip(parameters, max_norm))
 
     def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor that may be spread over the processes."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:

@@ -98,7 +98,8 @@ def check_division(config: Config, world_size: int) -> None:
 
 def check_decoder(model: nn.Module, strategy: str) -> DecoderModel:
     """The model, if it is one that can be divided; else ValueError."""
-    if not isinstance(model, DecoderModel):
+    own = getattr(type(model), "forward", None)  # a pipeline puts another in its place
+    if not isinstance(model, DecoderModel) or own is not DecoderModel.forward:
         raise ValueError(
             f"distributed.strategy={strategy} divides a DecoderModel, and this task trains a"
             f" {type(model).__name__}: take ddp or fsdp"
@@ -392,7 +393,7 @@ class Pipeline:
         document_ids: Tensor | None = None,
         **others: Any,
     ) -> DecoderOutput:
-        if labels is None or any(value not in (None, False) for value in others.values()):
+        if labels is None or any(value is not None for value in others.values()):
             raise ValueError(
                 "a pipeline computes a loss, of input_ids, labels and document_ids alone: load the"
                 " checkpoint in one process for anything else"

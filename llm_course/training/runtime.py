@@ -148,10 +148,6 @@ class Runtime:
         """The values of all processes, by rank."""
         return [value]
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor that may be spread over the processes."""
-        return tensor
-
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers by name, whole on the main process."""
         return model.state_dict()
