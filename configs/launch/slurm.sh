@@ -4,7 +4,8 @@
 #     sbatch configs/launch/slurm.sh --config run.yaml
 #
 # Two minutes before its time is over the job gets SIGTERM, saves a checkpoint and ends; the same
-# line goes on from there.
+# line goes on from there. torchrun gives its processes 30 seconds for that: where a step and a save
+# take longer, add --shutdown-timeout 110 (PyTorch 2.13 has it).
 #
 # How far it was run: `bash -n`, and with a fake srun and scontrol, which show what would be started
 # (tests/test_launch.py). Not on a cluster.
