@@ -195,9 +195,9 @@ def divided(strategy: str, size: int | None = None, **parts) -> Config:
     [
         (dict(model=ModelConfig(use_moe=True)), "use_moe=True does not go with .*: experts"),
         (dict(model=ModelConfig(num_mtp_layers=1)), "num_mtp_layers=1 .* take ddp or fsdp"),
-        (dict(training=TrainingConfig(precision="fp16")), "precision=fp16 .* take ddp, or bf16"),
-        (dict(training=TrainingConfig(compile=True)), "compile=True .* take ddp, or leave it out"),
-        (dict(logging=LoggingConfig(sample_interval=5)), "sample_interval=5 .* take ddp, or null"),
+        (dict(training=TrainingConfig(precision="fp16")), "precision=fp16 .* use ddp, or bf16"),
+        (dict(training=TrainingConfig(compile=True)), "compile=True .* use ddp, or leave it out"),
+        (dict(logging=LoggingConfig(sample_interval=5)), "sample_interval=5 .* use ddp, or null"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(strategy, parts, message):
@@ -218,7 +218,7 @@ def test_muon_is_refused_where_matrices_are_divided():
         (dict(strategy="ddp+tp"), "needs distributed.model_parallel_size"),
         (dict(strategy="ddp", model_parallel_size=2), "needs tp or pp in distributed.strategy"),
         (dict(strategy="tp", model_parallel_size=1), "must be finite and at least 2"),
-        (dict(strategy="pp", cpu_offload=True), "pp has nothing to move away"),
+        (dict(strategy="pp", cpu_offload=True), "pp has nothing to offload"),
     ],
 )
 def test_sizes_and_strategy_must_fit(settings, message):
