@@ -588,7 +588,7 @@ def _read_with_library(text: str) -> Tokenizer:
     except Exception as error:  # the library raises no finer class
         raise ValueError(f"the library cannot read it: {error!r}") from None
 
-
+# %% ../../nbs/01b_tokenization.ipynb #5b1e4ac7
 def _byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
     if tokenizer.normalizer is not None:
