@@ -50,10 +50,11 @@ from llm_course.training.checkpointing import (
     load_checkpoint,
 )
 from .config import Config
-from .distributed import DistributedManager, launch
+from .distributed import launch
 from .engine import Callback, TrainingEngine, validation_metrics
 from .logging import Logger
 from .monitoring import PerformanceMonitor
+from .parallel import build_manager, check_division
 from .runtime import Runtime
 from .signals import GracefulStop
 from .sources import read_config, save_config
@@ -461,7 +462,8 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
         config.model, vocab_size=config.model.vocab_size or min(config.data.vocab_size, 256)
     )
     memory = training_memory(shape, 1, 1)
-    shares = runtime.world_size if config.distributed.strategy == "fsdp" else 1
+    is_sharded = config.distributed.strategy.startswith("fsdp")
+    shares = runtime.world_size // (1 if is_sharded else runtime.data_world_size)
     # half of AdamW's two moments: Muon has one
     needed = (memory.weights + memory.gradients + memory.optimizer // 2) // shares
     if there is not None and needed > there:
@@ -478,6 +480,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
     run_dir = Path(config.run_dir)
     logger = Logger(rank=runtime.rank, file=config.log_dir / "log.txt", level=config.logging.level)
     config, initial = begin_with(config)
+    check_division(config, runtime.world_size)
     _check_memory(config, runtime)
     task = find_task(config.task)(config)
     manager = CheckpointManager(
@@ -547,16 +550,16 @@ def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:
             master_addr=config.distributed.master_addr,
             master_port=config.distributed.master_port,
         )
-    if config.distributed.strategy == "fsdp":
+    if config.distributed.strategy != "ddp":
         raise ValueError(
-            "distributed.strategy=fsdp needs several processes: set distributed.world_size, or use"
-            " torchrun"
+            f"distributed.strategy={config.distributed.strategy} needs several processes: set"
+            " distributed.world_size, or use torchrun"
         )
     return _train(config, Runtime(), resume=resume)
 
 
 def _train_in_rank(config: Config, resume: bool | str) -> RunResult:
-    with DistributedManager(config.distributed, device=config.training.device) as runtime:
+    with build_manager(config.distributed, device=config.training.device) as runtime:
         return _train(config, runtime, resume=resume)
 
 # %% ../../nbs/19a_training.ipynb #c445890a
