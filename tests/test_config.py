@@ -31,6 +31,7 @@ from llm_course.training.config import (
     DistributedConfig,
     LoggingConfig,
     OptimizationConfig,
+    StoriesConfig,
     SyntheticConfig,
     TrainingConfig,
 )
@@ -974,6 +975,7 @@ def values_of(kind, name):
         int | Literal["epoch"]: st.sampled_from([7, "epoch"]),
         float | None: st.none() | st.floats(0.01, 0.99),
         SyntheticConfig: st.builds(SyntheticConfig, num_examples=st.integers(16, 99)),
+        StoriesConfig: st.builds(StoriesConfig, num_bytes=st.integers(1, 9999)),
     }
     if name == "master_port":
         return st.none() | st.integers(1, 65535)

@@ -84,7 +84,8 @@ def test_a_name_in_place_of_a_list(arguments):
 
 def test_unknown_name():
     with pytest.raises(
-        ValueError, match="no corpus is called 'python_docs': there are python-docs, python-source"
+        ValueError,
+        match="no corpus is called 'python_docs': there are python-docs, python-source, stories",
     ):
         load_corpus("python_docs")
 

@@ -9,7 +9,7 @@ __all__ = ['BaseDataModule', 'check_same_data', 'SyntheticTask', 'SyntheticDataM
 # %% ../../nbs/02e_data.ipynb #4601751d
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from llm_course.text.corpus import (
     load_corpus,  # documented place
     split_documents,
 )
+from .stories import split_stories
 from .token_file import TokenFile
 from .tokenization import SPECIAL_TOKENS, BPETokenizer
 
@@ -223,16 +224,17 @@ class SyntheticDataModule(BaseDataModule):
 class TextRecipe:
     """Which text to train on, how it is cleaned and split, and which tokenizer encodes it.
 
-    `corpus`, `files`, `datasets` and `text_field` are arguments of `load_corpus`, and `clean` lists
-    steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of `vocab_size` on the
-    text, or the folder or file of an existing tokenizer. ValueError for lists that are strings, and
-    for a `val_fraction` or a `vocab_size` out of range.
+    `corpus`, `files`, `datasets`, `text_field` and `stories` are arguments of `load_corpus`, and
+    `clean` lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of
+    `vocab_size` on the text, or the folder or file of an existing tokenizer. ValueError for lists
+    that are strings, and for a `val_fraction` or a `vocab_size` out of range.
     """
 
     corpus: str = "python-docs"
     files: Sequence[str] = ()
     datasets: Sequence[str] = ()
     text_field: str = "text"
+    stories: Mapping[str, Any] | None = None
     clean: Sequence[str] = ()
     tokenizer: str = "bpe"
     vocab_size: int = 4096
@@ -252,6 +254,7 @@ class TextRecipe:
             files=self.files,
             datasets=self.datasets,
             field=self.text_field,
+            stories=self.stories,
             num_proc=num_proc,
         )
         return clean_corpus(corpus, list(self.clean))
@@ -282,6 +285,8 @@ class TextRecipe:
 
     def split(self, corpus: Corpus) -> tuple[list[str], list[str]]:
         """Split the documents into training and validation documents."""
+        if self.corpus == "stories" and not (self.files or self.datasets):
+            return split_stories(corpus.documents, val_fraction=self.val_fraction)
         return split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
 
 # %% ../../nbs/02e_data.ipynb #16791dee
@@ -506,6 +511,7 @@ class TextDataModule(TokenDataModule):
         files: Sequence[str] = (),
         datasets: Sequence[str] = (),
         text_field: str = "text",
+        stories: Mapping[str, Any] | None = None,
         clean: Sequence[str] = (),
         tokenizer: str = "bpe",
         vocab_size: int = 4096,
@@ -532,6 +538,7 @@ class TextDataModule(TokenDataModule):
             files=files,
             datasets=datasets,
             text_field=text_field,
+            stories=stories,
             clean=clean,
             tokenizer=tokenizer,
             vocab_size=vocab_size,

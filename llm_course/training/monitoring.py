@@ -229,6 +229,7 @@ def _text_rows(config: Config) -> tuple[int, int]:
         files=data.files,
         datasets=data.datasets,
         field=data.text_field,
+        stories=vars(data.stories),
         num_proc=data.num_proc,
     )
     corpus, _ = clean_corpus(corpus, data.clean)
