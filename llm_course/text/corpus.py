@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import check_lists, check_numbers, check_sizes
+from .stories import story_documents
 
 # %% ../../nbs/02b_corpus.ipynb #11e0eeee
 @dataclass(frozen=True)
@@ -277,11 +278,13 @@ def load_corpus(
     files: Sequence[str] = (),
     datasets: Sequence[str] = (),
     field: str = "text",
+    stories: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
 ) -> Corpus:
     """Load documents from files and Hugging Face datasets, or else the built-in corpus `name`.
 
-    `name` is "python-docs" (prose) or "python-source" (code). `files` are paths and globs: of
+    `name` is "python-docs" (prose), "python-source" (code) or "stories", which are made up by
+    `story_documents` with the arguments `stories`. `files` are paths and globs: of
     `.jsonl` and `.parquet` each row is a document, its text in `field`; any other file is one
     document in UTF-8. `datasets` are "name", "name:config" or a local folder, for
     `datasets.load_dataset` with `num_proc`; the training split is taken. Rows of only white space
@@ -296,10 +299,14 @@ def load_corpus(
         documents = [text for path in _find_files(files) for text in _read_documents(path, field)]
         documents += [text for spec in datasets for text in _load_dataset(spec, field, num_proc)]
         return Corpus(documents, ", ".join([*files, *datasets]))
+    if name == "stories":
+        made_up = story_documents(**(stories or {}), num_proc=num_proc or 1)
+        given = ", ".join(f"{key} {value}" for key, value in (stories or {}).items())
+        return Corpus(made_up, f"stories ({given})" if given else "stories")
     if name not in _BUILT_IN:
         raise ValueError(
-            f"no corpus is called {name!r}: there are {', '.join(_BUILT_IN)}; give your own text"
-            " with files=[...]"
+            f"no corpus is called {name!r}: there are {', '.join(_BUILT_IN)}, stories; give your"
+            " own text with files=[...]"
         )
     return Corpus(
         _BUILT_IN[name](),
