@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from llm_course.text.bpe import GPT2_PATTERN
+from llm_course.text.bpe import BYTE_CHARACTERS, GPT2_PATTERN
 from llm_course.text.tokenization import (
     CHAT_TOKENS,
     SPECIAL_TOKENS,
@@ -543,6 +543,70 @@ def test_byte_level_bpe_of_another_kind():
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ValueError, match="decoding does not restore the text"):
         BPETokenizer.from_json(library.to_str())
+
+
+def without(characters: str, *, unknown: str | None) -> BPETokenizer:
+    """The shipped tokenizer without some bytes, as SmolLM2's, which lacks 21 of the 256."""
+    state = json.loads(SHIPPED.to_json())
+    model = state["model"]
+    model["vocab"] = {
+        token: i for token, i in model["vocab"].items() if not set(token) & set(characters)
+    }
+    model["merges"] = [
+        merge for merge in model["merges"] if not set("".join(merge)) & set(characters)
+    ]
+    model["unk_token"] = unknown
+    return BPETokenizer.from_json(json.dumps(state))
+
+
+LOST = BYTE_CHARACTERS[0] + BYTE_CHARACTERS[0xC3]  # the byte 0, and the first of "é"
+
+
+def test_a_vocabulary_may_lack_bytes():
+    tokenizer = without(LOST, unknown=None)
+    plain = "The quick brown fox, 12 dogs"
+    assert tokenizer.decode(tokenizer.encode(plain)) == plain
+    assert tokenizer.unk_token_id is None
+    assert tokenizer.vocab_size == SHIPPED.vocab_size  # the ids of the others stay
+    for text, character in (("a\0b", r"'\\x00'"), ("naïve café", "'ï'")):
+        with pytest.raises(ValueError, match=f"{character} needs a byte that the vocabulary lacks"):
+            tokenizer.encode(text)
+        with pytest.raises(ValueError, match="take it out of the text"):
+            list(tokenizer.encode_iterable(text))
+    # planted: the library alone drops the byte, and never says so
+    assert Tokenizer.from_str(tokenizer.to_json()).encode("a\0b").ids == tokenizer.encode("ab")
+
+
+def test_a_missing_byte_is_the_unknown_token_where_the_file_names_one():
+    tokenizer = without(LOST, unknown="<|eos|>")
+    unknown = SHIPPED.special_tokens["<|eos|>"]
+    assert tokenizer.unk_token_id == unknown
+    a, b = (tokenizer.encode(letter)[0] for letter in "ab")
+    assert tokenizer.encode("a\0b") == [a, unknown, b]
+    assert tokenizer.decode([a, unknown, b]) == "a<|eos|>b"
+    assert BPETokenizer.from_json(tokenizer.to_json()) == tokenizer
+
+
+def test_a_byte_that_a_whole_word_brings_is_there():
+    """Llama 3 looks a word up before it merges; a byte need not have an entry of its own."""
+    state = json.loads(without(LOST, unknown=None).to_json())
+    state["model"]["ignore_merges"] = True
+    state["model"]["vocab"]["Ã©"] = SHIPPED.vocab_size
+    tokenizer = BPETokenizer.from_json(json.dumps(state))
+    assert tokenizer.encode("é") == [SHIPPED.vocab_size]
+    with pytest.raises(ValueError, match="'é' needs a byte"):
+        tokenizer.encode("éé")
+
+
+def test_a_file_that_cuts_off_digits_keeps_doing_so():
+    library = Tokenizer.from_str(SHIPPED.to_json())
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), library.pre_tokenizer]
+    )
+    tokenizer = BPETokenizer.from_json(library.to_str())
+    digits = [SHIPPED.encode(digit)[0] for digit in "3456"]
+    assert tokenizer.encode("3456") == digits
+    assert SHIPPED.encode("3456") != digits
 
 
 def test_what_a_foreign_file_would_do_behind_our_back():
