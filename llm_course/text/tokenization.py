@@ -593,28 +593,54 @@ def _read_with_library(text: str) -> Tokenizer:
     except Exception as error:  # the library raises no finer class
         raise ValueError(f"the library cannot read it: {error!r}") from None
 
+
+def _byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether it is a BPE whose words are bytes in GPT-2's visible characters, there and back."""
+    parts = (tokenizer.pre_tokenizer, tokenizer.decoder)
+    if None in parts or not isinstance(tokenizer.model, models.BPE):
+        return False
+    probe = "a b€"
+    pieces = _byte_pieces(tokenizer, probe)
+    there = "".join(pieces) == visible(probe.encode())
+    return there and tokenizer.decoder.decode(pieces) == probe
+
+
+def _bytes_lost(vocab: Mapping[str, int]) -> frozenset[int]:
+    """The bytes that have no entry of their own, so that the library drops them in silence."""
+    lost = (byte for byte, character in BYTE_CHARACTERS.items() if character not in vocab)
+    return frozenset(lost)
+
 # %% ../../nbs/01b_tokenization.ipynb #67a2f7c3
 class BPETokenizer(BaseTokenizer):
     """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that training uses.
 
     It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`.
+    Some published vocabularies lack a few bytes: text that needs one becomes the unknown token if
+    the file names one, and is a ValueError otherwise.
     Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes and the pattern).
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        if not _is_byte_level(tokenizer):
+            raise ValueError("it is not byte-level BPE: decoding does not restore the text")
         vocab = tokenizer.get_vocab()
-        a_b = tokenizer.encode("a b", add_special_tokens=False).ids
-        if not set(BYTE_CHARACTERS.values()) <= vocab.keys() or tokenizer.decode(a_b) != "a b":
-            raise ValueError(
-                "it is not byte-level BPE: tokens for some bytes are missing, or decoding does not"
-                " restore the text"
-            )
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         super().__init__(max(vocab.values()) + 1, {token.content: i for i, token in added})
         self._name_of_id = {i: name for name, i in self.special_tokens.items()}
         self._tokenizer = tokenizer
         # encode names as ordinary text, in the library's words: `encode` has already split them off
         self._tokenizer.encode_special_tokens = True
+        unknown = tokenizer.model.unk_token
+        self._lost = _bytes_lost(vocab) if unknown is None else frozenset()
+        if unknown is not None:
+            self.unk_token_id = tokenizer.token_to_id(unknown)
 
     @classmethod
     def train(
@@ -645,7 +671,19 @@ class BPETokenizer(BaseTokenizer):
         return [text[start:end] for _, (start, end) in cuts]
 
     def _encode_ordinary(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._lost and not self._lost.isdisjoint(text.encode()):
+            self._check_complete(text, encoding.tokens)
+        return encoding.ids
+
+    def _check_complete(self, text: str, tokens: Sequence[str]) -> None:
+        """ValueError where the library has dropped a byte of `text` that has no token."""
+        if "".join(tokens) != "".join(_byte_pieces(self._tokenizer, text)):
+            lost = next(c for c in text if not self._lost.isdisjoint(c.encode()))
+            raise ValueError(
+                f"{lost!r} needs a byte that the vocabulary lacks, and the tokenizer has no unknown"
+                " token: take it out of the text"
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
         # the library garbles special tokens with accents: each run of one is replaced by its name
