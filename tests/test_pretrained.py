@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_course.model import pretrained
 from llm_course.model.config import PRESETS, ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.model.embedding import RopeScaling
 from llm_course.model.families import (
     CHANGES,
     FAMILIES,
@@ -43,6 +42,7 @@ from llm_course.model.families import (
 )
 from llm_course.model.generation import generate
 from llm_course.model.pretrained import load_pretrained, pretrained_folder, save_pretrained
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer, SimpleCharacterTokenizer
 
 transformers.logging.set_verbosity_error()

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import check_shape, check_sizes
-from .embedding import apply_rotary
 from .kernels.attention import fastest_attention
 from .linear import Linear
 from .normalization import RMSNorm
+from .rope import apply_rotary
 
 # %% ../../nbs/05a_attention.ipynb #ce8c8382
 def causal_mask(

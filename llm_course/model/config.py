@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from ..checks import bounded, check_fields
-from .embedding import RopeScaling
+from .rope_scaling import RopeScaling
 
 # %% ../../nbs/08a_model_config.ipynb #955aa45f
 SIZE = "[1, inf)"

@@ -23,10 +23,11 @@ from llm_course.model.config import (
     ModelConfig,  # documented place
 )
 from .cross_entropy import linear_cross_entropy
-from .embedding import EmbeddingLayer, RotaryEmbedding
+from .embedding import EmbeddingLayer
 from .linear import Linear
 from .moe import Router, RouterStats
 from .mtp import MultiTokenPrediction, further_loss, further_rows
+from .rope import RotaryEmbedding
 from .transformer_block import TransformerBlock, build_norm
 from ..text.batches import IGNORE_INDEX
 

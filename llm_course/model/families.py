@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import ModelConfig
-from .embedding import RopeScaling
+from .rope_scaling import RopeScaling
 
 # %% ../../nbs/11a_families.ipynb #9b81ab93
 class Change(NamedTuple):
