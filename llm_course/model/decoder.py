@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'DecoderOutput', 'check_inputs', 'build_embedding',
-           'build_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits', 'head_loss',
-           'update_router_biases', 'DecoderModel']
+           'build_rotary', 'build_sliding_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits',
+           'head_loss', 'update_router_biases', 'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -190,8 +190,15 @@ def build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if config.position_type != "rope":
         return None
     return RotaryEmbedding(
-        config.resolved_head_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
+        config.rotary_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
     )
+
+
+def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
+    """The rotary angles of the layers with a window, None where they are those of all layers."""
+    if config.position_type != "rope" or config.sliding_rope_theta is None:
+        return None
+    return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
 
 def block_context(
@@ -199,6 +206,8 @@ def block_context(
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
+    *,
+    sliding_rotary: RotaryEmbedding | None = None,
 ) -> dict[str, Any]:
     """What every block needs besides the stream: the mask, and the rotary angles."""
     mask = None if attention_mask is None else padding_mask(attention_mask)
@@ -206,7 +215,10 @@ def block_context(
         same_document = document_mask(document_ids)
         mask = same_document if mask is None else mask & same_document
     angles = None if rotary is None else rotary(position_ids)
-    return dict(mask=mask, position_embeddings=angles)
+    context = dict(mask=mask, position_embeddings=angles)
+    if sliding_rotary is not None:
+        context["sliding_position_embeddings"] = sliding_rotary(position_ids)
+    return context
 
 
 def run_blocks(
@@ -307,6 +319,7 @@ class DecoderModel(TiedModel):
         self.activation_checkpointing = False
         self.embedding = build_embedding(config)
         self.rotary = build_rotary(config)
+        self.sliding_rotary = build_sliding_rotary(config)
         self.layers = nn.ModuleList(
             TransformerBlock(config, index) for index in range(config.num_layers)
         )
@@ -347,7 +360,10 @@ class DecoderModel(TiedModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
-        context = block_context(self.rotary, position_ids, attention_mask, document_ids)
+        masks = (attention_mask, document_ids)
+        context = block_context(
+            self.rotary, position_ids, *masks, sliding_rotary=self.sliding_rotary
+        )
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         states: list[Tensor] | None = [] if output_hidden_states else None
         x, stats = run_blocks(
@@ -369,11 +385,17 @@ class DecoderModel(TiedModel):
         return DecoderOutput(None, aux_loss, loss_sum, num_targets, load, hidden_states)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return head_logits(self.lm_head, self.norm(x), self.config)
+        return head_logits(self.lm_head, self._head_input(x), self.config)
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         z_loss_coef = self.config.z_loss_coef if self.training else 0.0
-        return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
+        h = self._head_input(x)
+        return head_loss(self.lm_head, h, labels, self.config, z_loss_coef=z_loss_coef)
+
+    def _head_input(self, x: Tensor) -> Tensor:
+        """The normalised stream; scaling the logits and scaling what they come from is the same."""
+        h = self.norm(x)
+        return h if self.config.logits_scaling == 1.0 else h / self.config.logits_scaling
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Balance the experts without a loss: call it after each step with its loads (L, E)."""
