@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..model.decoder import DecoderModel
-from ..text.tokenization import BPETokenizer
+from ..text.tokenization import BaseTokenizer
 from ..training.run import continuation, load_run
 
 # %% ../../nbs/19c_generate.ipynb #df9c9066
 def print_continuation(
-    model: DecoderModel, tokenizer: BPETokenizer, prompt: str, **settings: Any
+    model: DecoderModel, tokenizer: BaseTokenizer, prompt: str, **settings: Any
 ) -> None:
     """Print `prompt` and what the model adds to it, piece by piece as it comes.
 

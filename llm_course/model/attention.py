@@ -437,11 +437,12 @@ class MultiHeadAttention(HeadProjections):
     rotation.
 
     `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
-    `attention_out_bias` decides for the last alone (Qwen2 has none there). `rotary_dim` rotates only
-    the first numbers of each head, and with 0 none of them. `qk_norm` is an RMSNorm of each head's
-    q and k, before rotation (as in Qwen3), and with `qk_norm_over="projection"` of all heads
+    `attention_out_bias` decides for the last alone (Qwen2 has none there). `rotary_dim` rotates
+    only the first numbers of each head, and with 0 none of them. `qk_norm` is an RMSNorm of each
+    head's q and k, before rotation (as in Qwen3), and with `qk_norm_over="projection"` of all heads
     together (as in OLMo 2). `attention_scale` multiplies the scores,
-    by default 1 / sqrt(D). `sliding_window=W`: each token reads itself and the W - 1 before it
+    by default 1 / sqrt(D).
+    `sliding_window=W`: each token reads itself and the W - 1 before it
     (Beltagy et al. 2020). `attn_logit_softcapping` bounds the scores (Gemma 2, section 2).
     `dropout` acts on the weights, in training mode only. `layer_index` is the key under which the
     cache keeps this layer's keys and values. Raises ValueError for sizes that do not fit together.

@@ -81,9 +81,11 @@ class TransformerBlock(nn.Module):
     `forward(x, *, position_embeddings=None, mask=None, cache=None)` maps (B, T, C) to (B, T, C),
     and returns it with the `RouterStats` of the experts, None for a dense block; arguments and
     errors are those of `MultiHeadAttention`. A layer with a window takes
-    `sliding_position_embeddings` instead, where they are given. Raises ValueError for an x of another dtype than the
-    weights, unless autocast converts it. Source: Vaswani et al. 2017, section 3.1 (post); Xiong et
-    al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2 report 2025, section 3 (output).
+    `sliding_position_embeddings` instead, where they are given. Raises
+    ValueError for an x of another dtype than the weights, unless autocast converts it. Source:
+    Vaswani et al. 2017, section 3.1 (post); Xiong et
+    al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2 report 2025, section 3
+    (output).
     """
 
     def __init__(self, config: ModelConfig, layer_index: int = 0):

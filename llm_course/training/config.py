@@ -75,8 +75,9 @@ class DataConfig:
         datasets: Hugging Face datasets by name, or name:config; win over corpus.
         text_field: the field of .jsonl, .parquet and datasets that holds the text.
         clean: cleaning steps, in order.
-        tokenizer: bpe trains one on the text; or the folder or file of one to use again.
-        vocab_size: entries of the tokenizer that is trained.
+        tokenizer: bpe trains one on the text, characters takes its letters one by one; or the
+            folder or file of one to use again.
+        vocab_size: entries of a bpe tokenizer that is trained.
         sequence_length: tokens in a row (T).
         val_fraction: share of the text that is held out for validation.
         separate_documents: attention stays inside each document of a row.
