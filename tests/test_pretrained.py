@@ -79,6 +79,21 @@ GEMMA = dict(
     attn_logit_softcapping=2.0,
     final_logit_softcapping=3.0,
 )
+LONGROPE = dict(
+    rope_type="longrope",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    short_factor=[1.0, 1.1, 1.3, 1.7],
+    long_factor=[1.0, 2.0, 3.5, 6.0],
+    rope_theta=1e4,
+)
+GEMMA_3 = dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=24)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LOCAL = dict(
+    full_attention=dict(rope_type="linear", factor=4.0, rope_theta=2e4),
+    sliding_attention=dict(rope_type="default", rope_theta=3e2),
+)
+QWEN2_MOE = MOE | dict(shared_expert_intermediate_size=20)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-wide-untied": (
@@ -143,6 +158,88 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "phi3-heads-of-another-width": (
         "phi3",
         dict(head_dim=10, rope_parameters=dict(rope_type="default", rope_theta=5e3)),
+    ),
+    "llama-dynamic": (
+        "llama",
+        dict(
+            max_position_embeddings=24,
+            rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4),
+        ),
+    ),
+    "llama-longrope": ("llama", dict(rope_parameters=LONGROPE)),
+    "llama-longrope-short-text": (
+        "llama",
+        dict(rope_parameters=LONGROPE | dict(original_max_position_embeddings=48)),
+    ),
+    "phi3-longrope-partial": (
+        "phi3",
+        dict(
+            head_dim=16,
+            original_max_position_embeddings=16,
+            partial_rotary_factor=0.5,
+            rope_parameters=LONGROPE,
+        ),
+    ),
+    "phi3-partial": ("phi3", dict(partial_rotary_factor=0.75)),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        MOE | dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2),
+    ),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-dense-window-no-bias": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | dict(
+            mlp_only_layers=[2],
+            qkv_bias=False,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=8,
+        ),
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-yarn": (
+        "olmo2",
+        dict(attention_bias=True, num_key_value_heads=4, rope_parameters=YARN),
+    ),
+    "olmo3": ("olmo3", dict(sliding_window=8)),
+    "olmo3-two-bases": ("olmo3", dict(sliding_window=8, layer_types=MIXED, rope_parameters=LOCAL)),
+    "gemma3": ("gemma3_text", GEMMA_3 | dict(layer_types=MIXED)),
+    "gemma3-two-bases-cap-untied": (
+        "gemma3_text",
+        GEMMA_3
+        | dict(
+            layer_types=MIXED,
+            rope_parameters=LOCAL,
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=False,
+            attention_bias=True,
+        ),
+    ),
+    "smollm3": ("smollm3", dict(num_hidden_layers=5)),
+    "smollm3-window-bias": (
+        "smollm3",
+        dict(
+            no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=8,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "granite": ("granite", {}),
+    "granite-multipliers": (
+        "granite",
+        dict(
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=7.0,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
     ),
     "gemma2": ("gemma2", GEMMA),
     "gemma2-no-caps-untied": (
@@ -232,12 +329,12 @@ def test_both_directions(variant, published, tmp_path):
         assert_close(
             tensor,
             state[name],
-            atol=1e-7 if model_type == "gemma2" and "norm" in name else 0,
+            atol=1e-7 if model_type.startswith("gemma") and "norm" in name else 0,
             rtol=0,
         )
     again = load_pretrained(written)  # from the shards
     assert all(
-        torch.equal(a, b) or model_type == "gemma2"
+        torch.equal(a, b) or model_type.startswith("gemma")
         for a, b in zip(again.parameters(), ours.parameters(), strict=True)
     )
     with torch.no_grad():

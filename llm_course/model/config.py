@@ -192,6 +192,7 @@ class ModelConfig:
         D = self.resolved_head_dim
         share = self.partial_rotary_factor
         layers = self.rope_layers
+        factors = (self.rope_scaling and self.rope_scaling.short_factor) or []
         usual = "must be above 1: usual are 10000 to 1000000"
         return [
             (rope and share == 1 and D % 2, f"head_dim={D} must be even: RoPE rotates pairs"),
@@ -208,6 +209,11 @@ class ModelConfig:
             (
                 self.rope_scaling and not rope,
                 f"rope_scaling needs position_type='rope', not {self.position_type!r}",
+            ),
+            (
+                factors and 2 * len(factors) != self.rotary_dim,
+                f"rope_scaling.short_factor has {len(factors)} numbers, expected"
+                f" {self.rotary_dim // 2}: one for each pair that RoPE rotates in a head",
             ),
             (
                 layers is not None and len(layers) != self.num_layers,
