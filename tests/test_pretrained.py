@@ -174,10 +174,9 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "phi3-longrope-partial": (
         "phi3",
         dict(
-            head_dim=16,
             original_max_position_embeddings=16,
             partial_rotary_factor=0.5,
-            rope_parameters=LONGROPE,
+            rope_parameters=LONGROPE | dict(short_factor=[1.0, 1.4], long_factor=[1.0, 5.0]),
         ),
     ),
     "phi3-partial": ("phi3", dict(partial_rotary_factor=0.75)),
@@ -466,6 +465,43 @@ MISTAKES = {
         None,
         dict(rope_parameters=DEEPSEEK),
     ),
+    "the two bases": (
+        "gemma3-two-bases-cap-untied",
+        None,
+        dict(
+            rope_parameters=dict(
+                full_attention=LOCAL["full_attention"],
+                sliding_attention=dict(rope_type="default", rope_theta=2e4),
+            )
+        ),
+    ),
+    "forgotten + 1 of a query norm": ("gemma3", scale("q_norm.weight", lambda t: t - 1), {}),
+    "rope in a layer without": ("smollm3-window-bias", None, dict(no_rope_layers=[1, 1, 1])),
+    "no gate of the shared expert": (
+        "qwen2-moe",
+        scale("shared_expert_gate.weight", torch.zeros_like),
+        {},
+    ),
+    "logits not scaled": ("granite-multipliers", None, dict(logits_scaling=1.0)),
+    "norms exchanged": (
+        "olmo2",
+        exchange("post_attention_layernorm", "post_feedforward_layernorm"),
+        {},
+    ),
+    "all of each head rotated": (
+        "phi3-partial",
+        None,
+        dict(
+            partial_rotary_factor=1.0,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
+    "the long factors": (
+        "llama-longrope",
+        None,
+        dict(rope_parameters=LONGROPE | dict(long_factor=[1.0, 2.0, 3.5, 9.0])),
+    ),
+    "dynamic from another length": ("llama-dynamic", None, dict(max_position_embeddings=23)),
     "missing bias": ("qwen2", scale("_proj.bias", torch.zeros_like), {}),
     "query and key norm": ("qwen3", exchange("q_norm", "k_norm"), {}),
     "no window": ("mistral", None, dict(sliding_window=None)),
@@ -834,16 +870,33 @@ REFUSED = {
     ),
     "partial_rotary_factor=0.5 is not supported": ("llama", dict(partial_rotary_factor=0.5)),
     "rope_interleaved=True": ("llama", dict(rope_interleaved=True)),
-    "'dynamic'": (
+    "'ntk'": (
         "llama",
-        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+        dict(rope_parameters=dict(rope_type="ntk", factor=2.0, rope_theta=1e4)),
     ),
-    "short_factor": (
+    "short_factor has 1 numbers, expected 4": (
         "llama",
         dict(rope_parameters=dict(rope_type="longrope", short_factor=[1], long_factor=[1])),
     ),
+    "long_factor=None must be a list": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="longrope", short_factor=[1])),
+    ),
+    "have a rope_theta of their own, and no scaling": (
+        "gemma3",
+        dict(rope_parameters=LOCAL | dict(sliding_attention=LOCAL["full_attention"])),
+    ),
+    "decoder_sparse_step=0 must be a whole number": ("qwen3-moe", dict(decoder_sparse_step=0)),
+    "dense_layers=[0, 1, 2] must be some of the layers 0 to 2": (
+        "qwen3-moe",
+        dict(mlp_only_layers=[0, 1, 2]),
+    ),
+    "layer_types needs sliding_window": (
+        "gemma3",
+        dict(sliding_window=None, layer_types=["sliding_attention"] * 3),
+    ),
     "mscale": ("llama", dict(rope_parameters=YARN | dict(mscale=0.7))),
-    "'partial_rotary_factor': 0.5": (
+    "partial_rotary_factor=0.5 is not supported, only 1.0": (
         "llama",
         dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
     ),
@@ -890,8 +943,6 @@ REFUSED = {
     "scale_attn_by_inverse_layer_idx=True": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
     "scale_attn_weights=False": ("gpt2", dict(scale_attn_weights=False)),
     "add_cross_attention=True": ("gpt2", dict(add_cross_attention=True)),
-    "mlp_only_layers=": ("qwen3-moe", dict(mlp_only_layers=[0])),
-    "decoder_sparse_step=2": ("qwen3-moe", dict(decoder_sparse_step=2)),
     "several values": ("qwen3-moe", dict(num_experts=3)),
     "router_jitter_noise=0.1": ("mixtral", dict(router_jitter_noise=0.1)),
     "use_bidirectional_attention=True": ("gemma2", dict(use_bidirectional_attention=True)),
@@ -1124,12 +1175,19 @@ def test_an_index_names_nothing_outside_its_folder(published, tmp_path, monkeypa
 
 CANNOT = {
     "norm_position='post'": dict(norm_position="post"),
-    "residual_multiplier=0.5": dict(residual_multiplier=0.5),
+    "norm_position='output'": dict(norm_position="output"),
+    "residual_multiplier=0.5": dict(residual_multiplier=0.5, qk_norm=True),
+    "logits_scaling=2.0": dict(logits_scaling=2.0, qk_norm=True),
+    "partial_rotary_factor=0.5": dict(partial_rotary_factor=0.5, attention_bias=True),
+    "rope_layers=[False]": dict(rope_layers=[False], qk_norm=True),
+    "shared_expert_gate=True": dict(
+        use_moe=True, shared_expert_intermediate_size=16, shared_expert_gate=True, qk_norm=True
+    ),
     "num_mtp_layers=1": dict(num_mtp_layers=1),
     "shared_expert_intermediate_size=16": dict(use_moe=True, shared_expert_intermediate_size=16),
     "position_type='sinusoidal'": dict(position_type="sinusoidal"),
-    "embedding_scale=2.0": dict(embedding_scale=2.0),
-    "attention_scale=0.3": dict(attention_scale=0.3),
+    "embedding_scale=2.0": dict(embedding_scale=2.0, qk_norm=True),
+    "attention_scale=0.3": dict(attention_scale=0.3, qk_norm=True),
     "use_glu=False": dict(use_glu=False),
     "attention_out_bias=True": dict(attention_out_bias=True),
 }
@@ -1313,13 +1371,16 @@ def test_what_is_written_reads_back_for_odd_sizes(family, H, K, D, L, F, window,
     fixed |= dict(num_experts=E, top_k=E, hidden_size=2 * H * K, intermediate_size=F)
     if not gpt2:
         fixed |= dict(num_kv_heads=K)
-    if family in ("llama", "mistral", "phi3", "qwen3", "mixtral", "qwen3_moe", "gemma2"):
+    gemma = family in ("gemma2", "gemma3_text")
+    if gemma or family in ("llama", "mistral", "phi3", "qwen3", "mixtral", "qwen3_moe", "granite"):
         fixed |= dict(head_dim=D)
-    if window and family not in ("gpt2", "llama"):
+    if family == "qwen2_moe":
+        fixed |= dict(shared_expert_intermediate_size=3)
+    if window and family not in ("gpt2", "llama", "olmo2", "granite"):
         fixed |= dict(sliding_window=window)
-        if family in ("qwen2", "qwen3", "gemma2"):
+        if gemma or family in ("qwen2", "qwen3", "qwen2_moe", "olmo3", "smollm3"):
             fixed |= dict(layer_types=["full_attention"] * (L - 1) + ["sliding_attention"])
-    if family == "gemma2":
+    if gemma:
         fixed |= dict(
             embedding_scale=(2 * H * K) ** 0.5, attention_scale=7**-0.5, activation="gelu_tanh"
         )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checks import check_sizes
 from .config import ModelConfig
 from .rope_scaling import RopeScaling
 
@@ -137,7 +138,7 @@ def _rope_layers(flags: Any, hf: Mapping[str, Any]) -> list[bool]:
 
 def _dense_layers(named: Any, hf: Mapping[str, Any]) -> list[int] | None:
     """The layers without experts: those that are named, and those between sparse steps."""
-    step = hf.get("decoder_sparse_step", 1)
+    (step,) = check_sizes(decoder_sparse_step=hf.get("decoder_sparse_step", 1))
     layers = range(hf["num_hidden_layers"])
     return [i for i in layers if i in (named or []) or (i + 1) % step] or None
 
@@ -163,9 +164,14 @@ VALUES = {  # read gets the value and the whole config.json
         lambda x: x,
     ),
     "even_layers": Change(lambda x, hf: _windows(x, hf, lambda i: i % 2 == 0), lambda x: x),
-    "three_of_four": Change(lambda x, hf: _windows(x, hf, lambda i: (i + 1) % 4 > 0), lambda x: x),
+    # without a window too: the base of the rotation depends on the type of a layer
+    "three_of_four": Change(
+        lambda x, hf: x or _windows(x, hf, lambda i: (i + 1) % 4 > 0), lambda x: x
+    ),
     "five_of_six": Change(
-        lambda x, hf: _windows(x, hf, lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0),
+        lambda x, hf: (
+            x or _windows(x, hf, lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0)
+        ),
         lambda x: x,
     ),
     "early_even_layers": Change(
@@ -186,7 +192,7 @@ VALUES = {  # read gets the value and the whole config.json
         ),
         lambda x: x,
     ),
-    "rope_layers": Change(_rope_layers, lambda x: [int(acts) for acts in x]),
+    "rope_layers": Change(_rope_layers, lambda x: x and [int(acts) for acts in x]),
     "dense_layers": Change(_dense_layers, lambda x: x or []),
     "if_dense": Change(
         lambda x, hf: x if _dense_layers(hf.get("mlp_only_layers"), hf) else None,
@@ -876,8 +882,11 @@ def _lost(config: ModelConfig, family: Family, hf: Mapping[str, Any]) -> list[st
     """What of `config` its file `hf` does not give back, and what transformers does not open."""
     back = copy(config)
     defaults = {field.name: field.default for field in fields(config)}
-    # past the checks of ModelConfig: what is lost may leave settings that don't go together
-    vars(back).update(defaults | _settings(hf, family))
+    try:
+        # past the checks of ModelConfig: what is lost may leave settings that don't go together
+        vars(back).update(defaults | _settings(hf, family))
+    except ValueError as error:  # a file that transformers reads in another way
+        return [str(error)]
     found = _facts(back)
     lost = [
         f"{name}={value!r}" for name, value in _facts(config).items() if value != found.get(name)
