@@ -1207,7 +1207,7 @@ def random_config(seed):
     """A small model near some family: what all its models share, with any other setting changed."""
     pick = random.Random(seed).choice
     while True:
-        family = FAMILIES[pick(sorted(FAMILIES))]
+        family = FAMILIES[sorted(FAMILIES)[seed % len(FAMILIES)]]
         layers = pick([1, 3])
         C = pick([16, 24, 50])
         gemma = dict(embedding_scale=C**0.5, activation="gelu_tanh", use_glu=True)
@@ -1237,7 +1237,16 @@ def random_config(seed):
             initializer_range=pick([0.02, 0.02, 0.02, 2.0]),
             attn_logit_softcapping=pick([None, None, None, 2.0]),
             attention_scale=pick([None, None, None, 7**-0.5]),
+            residual_multiplier=pick([1.0] * 9 + [0.5]),
+            rope_layers=pick([None] * 9 + [[i % 2 == 0 for i in range(layers)]]),
+            sliding_rope_theta=pick([None] * 9 + [300.0]),
         )
+        if family.fixed.get("use_moe"):
+            usual |= dict(dense_layers=pick([None, [0]]), dense_intermediate_size=pick([None, 20]))
+        if family.fixed.get("qk_norm") and family.fixed.get("norm_position"):
+            usual |= dict(sliding_rope_theta=pick([None, 300.0]), attn_logit_softcapping=None)
+        if family.fixed.get("shared_expert_gate"):
+            usual |= dict(shared_expert_intermediate_size=12, attention_scale=None)
         is_gemma = family.fixed.get("norm_position") == "sandwich"
         settings = usual | dict(family.fixed) | (gemma if is_gemma else {})
         if settings.get("position_type") == "learned":

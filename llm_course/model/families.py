@@ -730,8 +730,8 @@ def _scaled_rope(kind: Any, rope: dict[str, Any], hf: Mapping[str, Any]) -> dict
 
 def _their_rope(hf: dict[str, Any], family: Family) -> dict[str, Any]:
     """The inverse of `_plain_rope`, in the spelling that the family's transformers class reads."""
-    scaling = hf.get("rope_scaling")
-    kind = scaling["rope_type"] if scaling else None
+    scaling: dict[str, Any] = hf.get("rope_scaling") or {}
+    kind = scaling.get("rope_type")
     if kind == "dynamic":
         original = scaling.pop("original_max_position_embeddings")
         hf = hf | {"max_position_embeddings": original}
