@@ -16,18 +16,20 @@ from pathlib import Path
 
 import torch
 
+from .checks import check_sizes
+
 # %% ../nbs/00d_hardware.ipynb #ef05c157
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the accelerator where there is one, else the CPU; other names go to PyTorch.
+    """Resolve `auto` to the accelerator if there is one, else the CPU; PyTorch reads other names.
 
-    ValueError where the device cannot be used here.
+    ValueError if the device can't be used on this machine.
     """
     if name == "meta":
         raise ValueError("training.device='meta' holds no numbers to train on: try auto or cpu")
     if name != "auto":
         try:
             return torch.empty(0, device=name).device
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, TypeError) as error:
             raise ValueError(
                 f"training.device={name!r} cannot be used here: {error}. Try auto or cpu"
             ) from None
@@ -38,16 +40,18 @@ def resolve_device(name: str) -> torch.device:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """How much memory a device has for us, in all; None where the system doesn't say.
+    """The total memory that a device computes in, in bytes; None where we can't find out.
 
     The main memory is bounded by the limit of a container.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    if device.type not in ("cpu", "mps"):  # Apple's GPU shares the memory of its CPU
+        return None
     limit = container_limit()
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # Windows has none
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return limit
     return there if limit is None else min(there, limit)
 
@@ -76,9 +80,9 @@ def container_limit(root: Path = Path("/")) -> int | None:
 
 # %% ../nbs/00d_hardware.ipynb #3e30c575
 def constant_when_compiled(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Mark `function` so that `torch.compile` calls it once, and writes its answer into the graph.
+    """Mark `function` so that `torch.compile` calls it once and treats its result as a constant.
 
-    The same as `torch.compiler.assume_constant_result`, which would load the whole compiler here.
+    This is what `torch.compiler.assume_constant_result` does, without importing the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -103,15 +107,15 @@ def cpu_multiplies_bf16() -> bool:
 
 @constant_when_compiled
 def cpu_is_amd() -> bool:
-    """Whether this CPU is made by AMD, as far as the system tells."""
+    """Whether this CPU is made by AMD, as far as the operating system reports it."""
     return _ask_for_amd()
 
 
 def computes_in_bf16(device: torch.device) -> bool:
-    """Whether we know that the hardware multiplies bf16 matrices itself.
+    """Whether the hardware is known to multiply bf16 matrices itself.
 
-    Known of x86 CPUs and of the current CUDA GPU. False for every other device, whatever it can
-    do: there, `training.precision=bf16` has to be given.
+    We can tell for x86 CPUs and for the current CUDA GPU. The result is False for every other
+    device, whatever it can do: there, `training.precision=bf16` has to be set.
     """
     if device.type == "cpu":
         return cpu_multiplies_bf16()
@@ -119,7 +123,7 @@ def computes_in_bf16(device: torch.device) -> bool:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """`auto` is bf16 where the hardware multiplies it itself, else fp32; other names stay."""
+    """Resolve `auto` to bf16 where the hardware multiplies it itself, else fp32; keep others."""
     if name != "auto":
         return name
     return "bf16" if computes_in_bf16(device) else "fp32"
@@ -132,12 +136,14 @@ def matmul_flops(
     size: int | None = None,
     seconds: float = 0.2,
 ) -> float:
-    """Operations per second of a product of two square matrices: the machine's ceiling.
+    """Floating-point operations per second of a large square matrix product: a measured peak.
 
-    The best of what fits into `seconds`. `size` is 1024 on a CPU. An accelerator needs 8192 to
-    show what it can do: it would finish a smaller product before the next one is launched.
+    This is the best of the products that fit into `seconds`. `size` defaults to 1024 on a CPU and
+    to 8192 on an accelerator, which would finish a smaller product before the next one is launched.
+    ValueError for a size below 1.
     """
-    n = size or (1024 if device.type == "cpu" else 8192)
+    default = 1024 if device.type == "cpu" else 8192
+    (n,) = check_sizes(size=default if size is None else size)
     a, b = (torch.randn(n, n).to(device, dtype) for _ in range(2))
     (a @ b)[0, 0].item()  # warm-up: the first product may load a library
     best = float("inf")

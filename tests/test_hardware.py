@@ -182,3 +182,17 @@ def test_a_container_bounds_the_main_memory(monkeypatch):
         assert found == expected or limit is None and found >= there
     monkeypatch.delattr(hardware.os, "sysconf", raising=False)  # as on Windows
     assert memory_bytes(cpu) == 2**62
+
+
+def test_what_is_no_device_and_no_size_is_refused():
+    for name in (2.5, "abc"):
+        with pytest.raises(ValueError, match="training.device=.* cannot be used here"):
+            resolve_device(name)
+    for size in (0, -1, 2.5, "8"):
+        with pytest.raises(ValueError, match="size=.* must be a whole number"):
+            matmul_flops(torch.device("cpu"), torch.float32, size=size)
+
+
+def test_memory_is_known_of_devices_that_share_the_systems():
+    assert memory_bytes(torch.device("cpu")) == memory_bytes(torch.device("mps"))
+    assert memory_bytes(torch.device("xpu")) is None and memory_bytes(torch.device("meta")) is None

@@ -375,7 +375,7 @@ def test_own_callbacks_are_made_with_their_arguments(folder):
         ("mine:Missing", "callbacks='mine:Missing' cannot be loaded"),
         ("mine", "callbacks='mine' must name a class as package.module:Class"),
         ("pathlib:Path", "is not a subclass of Callback"),
-        ("mine:Tag", "callbacks='mine:Tag' cannot be made: .*'value'"),
+        ("mine:Tag", "callbacks='mine:Tag' cannot be constructed: .*'value'"),
         ({"value": 1}, "names no class: write it as {class: package.module:Class"),
     ],
 )
@@ -420,7 +420,7 @@ def test_a_plateau_lowers_the_rate_of_a_run(folder):
 def test_a_wrong_best_metric_is_found_at_the_start(folder):
     config = settings("run")
     wrong = replace(config, checkpoint=replace(config.checkpoint, best_metric="val_accuracy"))
-    with pytest.raises(ValueError, match="'val_accuracy' is no result.*val_loss, val_bits"):
+    with pytest.raises(ValueError, match="'val_accuracy' is not a result.*val_loss, val_bits"):
         train_worker(wrong)
     assert not Path("run/metrics.jsonl").exists() and not Path("run/config.yaml").exists()
 
@@ -562,7 +562,9 @@ def test_an_exchanged_tokenizer_is_named(folder, capsys):
     train_worker(settings("run", steps=2))
     BPETokenizer.train(["another text, another text"], vocab_size=270).save("run")
     assert cli(["generate", "--run", "run", "--prompt", "The"]) == 2
-    assert "run/tokenizer.json is another tokenizer (" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "run/tokenizer.json (" in error
+    assert ") is not the tokenizer that the model was trained with (" in error
 
 
 def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
@@ -580,7 +582,10 @@ def test_an_import_error_inside_wandb_is_its_own(folder, monkeypatch):
 @pytest.mark.parametrize(
     "words, error",
     [
-        (["--training.max_stepz", "3"], "'training.max_stepz' is no key of the configuration; do"),
+        (
+            ["--training.max_stepz", "3"],
+            "'training.max_stepz' is not a key of the configuration; do",
+        ),
         (["--task", "bugs:Buggy", "--run-dir", "run"], "KeyError: 'my own bug'"),
     ],
 )

@@ -15,8 +15,10 @@ from ..training.sources import load_config
 
 # %% ../../nbs/19e_estimate.ipynb #8f2cd25e
 def estimate_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course estimate`: what a run will cost, before it starts; takes the words that `train`
-    takes.
+    """`llm-course estimate`: print what a run will cost, before it starts.
+
+    Takes the options of `llm-course train`, and returns the exit status. ValueError as
+    `load_config` and `estimate_run`.
     """
     config, _ = load_config(sys.argv[1:] if argv is None else argv, prog="llm-course estimate")
     training = config.training

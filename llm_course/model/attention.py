@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_choice, check_shape, check_sizes
+from ..checks import check_choice, check_dtype, check_numbers, check_shape, check_sizes
 from .kernels.attention import fastest_attention
-from .linear import Linear
+from .linear import Linear, autocasts
 from .normalization import RMSNorm
 from .rope import apply_rotary
 
@@ -29,20 +29,18 @@ def causal_mask(
     sliding_window: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys each query may read: bool (T, S), True = may attend.
+    """Which keys each query may attend to: bool (T, S), True = may attend.
 
-    The last query stands on the last key (bottom-right aligned), so query t has position S - T + t,
-    as in cached decoding. `S` defaults to T. With `sliding_window=W` a query reads at most W keys:
-    its own and the W - 1 before it. Raises ValueError for negative sizes or a window below 1.
-    Source: Vaswani et al. 2017, section 3.2.3; Beltagy et al. 2020 (window).
+    The last query is aligned with the last key (bottom-right), so query t has position S - T + t,
+    as in cached decoding. `S` defaults to T. With `sliding_window=W` a query attends to at most W
+    keys: its own and the W - 1 before it. Raises ValueError for sizes that are negative or not
+    whole, or for a window below 1. Source: Vaswani et al. 2017, section 3.2.3; Beltagy et al. 2020
+    (window).
     """
     S = T if S is None else S
-    if T < 0 or S < 0:
-        raise ValueError(f"T={T} and S={S} must not be negative")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(
-            f"sliding_window={sliding_window} must be at least 1, or None for no window"
-        )
+    check_sizes(0, T=T, S=S)
+    if sliding_window is not None:
+        check_sizes(sliding_window=sliding_window)
     # (T, 1): the position of each query among the keys
     query = torch.arange(S - T, S, device=device)[:, None]
     key = torch.arange(S, device=device)  # (S,)
@@ -51,28 +49,34 @@ def causal_mask(
 
 # %% ../../nbs/05a_attention.ipynb #776f4a2f
 def padding_mask(attention_mask: Tensor) -> Tensor:
-    """Turn a tokenizer's (B, S) mask of ones (token) and zeros (padding) into a bool (B, 1, 1, S),
-    True = may attend.
+    """Turn a tokenizer's mask (B, S), 1 = token, 0 = padding, into bool (B, 1, 1, S).
 
-    Raises ValueError for another number of dimensions.
+    In the result, True = may attend. Raises ValueError for another number of dimensions, and for a
+    mask of floating-point numbers, which is usually one that is added to the scores.
     """
     check_shape("attention_mask", attention_mask, (None, None), "(B, S)")
+    if attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask has dtype {attention_mask.dtype}, expected whole numbers or bool,"
+            " 1 for a token and 0 for padding"
+        )
     return attention_mask.bool()[:, None, None, :]  # the same for all heads and queries
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Let tokens of packed text read only their own document: (B, T) ids to a bool (B, 1, T, T),
-    True = may attend.
+    """Keep the tokens of packed text inside their own document: ids (B, T) to bool (B, 1, T, T).
 
-    It is symmetric; join it with the causal rule by `&`. Raises ValueError for another number of
-    dimensions.
+    In the result, True = may attend. It is symmetric: combine it with a causal mask by `&`. Raises
+    ValueError for another number of dimensions.
     """
     check_shape("document_ids", document_ids, (None, None), "(B, T)")
     return (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, T, T)
 
 # %% ../../nbs/05a_attention.ipynb #833a2d90
 def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """ValueError where queries, keys, values and mask do not fit together."""
+    """ValueError if queries, keys, values and mask don't fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x, "floating")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected (B, H, T, D) and (B, K, S, D)"
@@ -84,68 +88,57 @@ def _check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> No
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q.shape[1]} query heads must be a multiple of {k.shape[1]} key/value heads: choose K"
-            " that divides H"
+            f"{q.shape[1]} query heads must be a multiple of {k.shape[1]} key/value heads: choose a"
+            " K that divides H"
         )
-    floating = all(t.is_floating_point() for t in (q, k, v))
-    same = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
-    if not floating or not same:
+    if not q.dtype == k.dtype == v.dtype and not autocasts(q, k, v):
         raise ValueError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one floating-point"
-            " type: convert by .to"
+            " type: convert them with .to(dtype)"
         )
     if mask is not None:
         _check_mask(mask, (*q.shape[:3], k.shape[2]))
 
 
 def _check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
-    """ValueError where `mask` is not boolean, or does not broadcast to `full` (B, H, T, S)."""
-    if mask.dtype != torch.bool:
+    """ValueError if `mask` is not boolean, or doesn't broadcast to `full` (B, H, T, S)."""
+    if getattr(mask, "dtype", type(mask)) != torch.bool:
         raise ValueError(
-            f"mask has dtype {mask.dtype}, expected bool with True = may attend: convert 1/0 with"
-            " mask.bool()"
+            f"mask is {getattr(mask, 'dtype', type(mask))}, expected a bool tensor with True = may"
+            " attend: convert 1/0 with mask.bool()"
         )
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > 4 or any(size not in (1, wanted) for size, wanted in sizes):
         raise ValueError(
             f"mask {tuple(mask.shape)} does not broadcast to (B, H, T, S) = {full}: padding_mask"
-            " helps for (B, S)"
+            " converts a mask (B, S)"
         )
 
 
-# plain comparisons: torch.compile traces them where a model calls the functions below
 def _check_scale(**scale: float | None) -> None:
-    """ValueError where a factor of the scores is not positive and finite; None is the default."""
+    """ValueError if a factor of the scores is not positive and finite; None is the default."""
     for name, value in scale.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(
-                f"{name}={value} must be positive and finite, or None for 1 / sqrt(head_dim)"
-            )
+        if value is not None:
+            check_numbers("(0, inf)", hint="None is 1 / sqrt(head_dim)", **{name: value})
 
 
 def _check_softcap(**softcap: float | None) -> None:
-    """ValueError where a cap is not positive and finite; None means no cap."""
+    """ValueError if a cap is not positive, or too large for float32; None means no cap."""
     for name, value in softcap.items():
-        if value is not None and not 0 < value < 1e38:  # what float32 holds
-            raise ValueError(
-                f"{name}={value} must be positive and finite, also in float32, or None for no cap"
-            )
-
-
-def _check_dropout(dropout: float) -> None:
-    """ValueError where `dropout` is no probability below 1."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
+        if value is not None:
+            check_numbers("(0, 1e38)", hint="None means no cap", **{name: value})
 
 # %% ../../nbs/05a_attention.ipynb #6543efe9
 def _visible(
     T: int, S: int, mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """`mask` joined with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S).
+    """`mask` combined with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S).
 
-    None where every query may attend to every key.
+    None if every query may attend to every key.
     """
-    if is_causal and not (T == 1 and S > 0):  # one query on the last key sees every key
+    if is_causal and not (
+        T == 1 and S > 0
+    ):  # a single query, aligned with the last key, sees every key
         causal = causal_mask(T, S, device=device)
         mask = causal if mask is None else mask & causal
     return None if mask is None else mask[(None,) * (4 - mask.ndim)]
@@ -154,20 +147,20 @@ def _visible(
 def _weights(
     q: Tensor, k: Tensor, visible: Tensor | None, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """The formula of `attention_weights`, for arguments that have been checked."""
+    """The formula of `attention_weights`, for arguments that have been checked already."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
     # (B, K, S, D) -> (B, H, S, D)
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    # half precision would overflow, or blur nearby scores
+    # half precision would overflow, or round nearby scores to one value
     with torch.autocast(q.device.type, enabled=False):
         scores = (q.to(dtype) * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is None:
         return scores.softmax(dim=-1)
-    # -inf would give NaN in a row with nothing visible: fill with the lowest finite number, then
-    # empty what is hidden
+    # -inf would give NaN in a row with nothing visible: fill in the lowest finite number, then set
+    # the hidden weights to 0
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1).masked_fill(~visible, 0.0)
 
@@ -181,12 +174,12 @@ def attention_weights(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """How much each query reads of each key: (B, H, T, S).
+    """How much each query attends to each key: (B, H, T, S).
 
-    A row sums to 1, or to 0 where the query may attend to nothing. Arguments and errors as in
+    A row sums to 1, or to 0 if the query may attend to nothing. Arguments and errors are those of
     `scaled_dot_product_attention`. Scores and softmax are computed, and returned, in float32 at
-    least. This is the formula written out, with all T x S weights in memory: for looking at
-    attention, and for `softcap`.
+    least. This is the formula written out, with all T x S weights in memory: use it to look at
+    attention.
 
     Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.
     """
@@ -209,16 +202,17 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T * scale) v: every query returns a weighted mean of the values.
+    """softmax(q k^T * scale) v: for each query, a weighted mean of the values.
 
-    `q` is (B, H, T, D), `k` and `v` are (B, K, S, D), and K divides H: query head h reads key/value
-    head h // (H / K). Returns (B, H, T, D). `mask` is boolean, True = may attend, and broadcasts to
-    (B, H, T, S), read from the right: (T, S), (H, T, S). `is_causal` hides the keys after each
-    query, with the last query on the last key also when T != S (PyTorch's own flag puts the first
-    on the first); it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the
-    scores by a tanh. `dropout` is a probability and acts whenever it is above 0. A query that may
-    attend to nothing returns zeros. Raises ValueError for shapes or dtypes that do not fit, a
-    `softcap` or `scale` that is not positive and finite, a `dropout` outside [0, 1).
+    `q` is (B, H, T, D), `k` and `v` are (B, K, S, D), and K divides H: query head h attends to
+    key/value head h // (H / K). Returns (B, H, T, D). `mask` is boolean, True = may attend, and
+    broadcasts to (B, H, T, S) from the right: (T, S), (H, T, S). `is_causal` hides the keys after
+    each query; the last query is aligned with the last key even if T != S (PyTorch's own flag
+    aligns the first query with the first key). It is combined with `mask`. `scale` defaults to
+    1 / sqrt(D). `softcap` bounds the scores by a tanh. `dropout` is a probability, and is applied
+    whenever it is above 0. The output of a query that may attend to nothing is 0. Raises ValueError
+    for shapes or dtypes that don't fit, a `softcap` or `scale` that is not positive and finite, or
+    a `dropout` outside [0, 1).
 
     Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2
     (softcap).
@@ -226,7 +220,7 @@ def scaled_dot_product_attention(
     _check_attention(q, k, v, mask)
     _check_scale(scale=scale)
     _check_softcap(softcap=softcap)
-    _check_dropout(dropout)
+    check_numbers("[0, 1)", dropout=dropout)
     return _attend(q, k, v, mask, is_causal, scale=scale, softcap=softcap, dropout=dropout)
 
 
@@ -241,7 +235,7 @@ def _attend(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """`scaled_dot_product_attention` for arguments that have been checked."""
+    """`scaled_dot_product_attention` for arguments that have been checked already."""
     H, T = q.shape[1:3]
     K, S = k.shape[1:3]
     if softcap is not None:
@@ -250,32 +244,30 @@ def _attend(
     kernel = fastest_attention(q, k, v)
     attend = partial(kernel, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
     if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
-        # a literal: torch.compile with a changing T cannot pass on `T == S` itself
+        # a literal True: torch.compile with a changing T can't pass `T == S` itself
         return attend(is_causal=True)
     visible = _visible(T, S, mask, is_causal, q.device)
     if visible is None:
         return attend()
-    # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then empty them
+    # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then set them to 0
     blind = ~visible.any(dim=-1, keepdim=True)
     return attend(attn_mask=visible | blind).masked_fill(blind, 0.0)
 
 # %% ../../nbs/05a_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
-    """All that attention asks of a cache: take the new keys and values, return all so far.
+    """All that attention needs of a cache: store the new keys and values, return all so far.
 
-    Chapter 10's `KVCache` is one.
+    Chapter 10's `KVCache` is such a cache.
     """
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v`, each (B, K, T, D), to those of this layer; return all of them, each
-        (B, K, S, D) with S >= T.
-        """
+        """Append `k` and `v` (B, K, T, D) to this layer's; return all, each (B, K, S >= T, D)."""
 
 # %% ../../nbs/05a_attention.ipynb #8c0c85a8
 def _head_sizes(
     hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int, int, int]:
-    """C, H, K and D, with the defaults in place of None; ValueError where they do not fit."""
+    """C, H, K and D, with the defaults in place of None; ValueError if they don't fit together."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     hidden_size, num_heads, num_kv_heads = check_sizes(
         hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads
@@ -293,17 +285,21 @@ def _head_sizes(
     return hidden_size, num_heads, num_kv_heads, hidden_size // num_heads
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
-    """Queries or keys, their first `rotary_dim` numbers rotated by the angles of their positions.
+def _rotated(x: Tensor, position_embeddings: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
+    """Rotate the first `rotary_dim` numbers of queries or keys by the angles of their positions.
 
     ValueError for angles of another shape.
     """
+    if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+        raise ValueError("position_embeddings must be the pair (cos, sin) of a RotaryEmbedding")
+    cos, sin = position_embeddings
     B, _, T, D = x.shape
     if cos.shape != sin.shape or cos.shape not in ((1, T, rotary_dim), (B, T, rotary_dim)):
         width = "head_dim" if rotary_dim == D else "rotary_dim"
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T},"
-            f" {rotary_dim}): give RotaryEmbedding({width}) the positions of these T tokens only"
+            f" {rotary_dim}): call RotaryEmbedding({width}) with the positions of these T tokens"
+            " only"
         )
     if rotary_dim == D:
         return apply_rotary(x, cos, sin)
@@ -311,21 +307,22 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
 
 
 def _newest_keys(mask: Tensor | None, *, new: int, cached: int) -> Tensor | None:
-    """`mask` for the keys that the cache returned: a cache with a window forgets the oldest.
+    """The part of `mask` for the keys that the cache returned; a window forgets the oldest.
 
-    ValueError where it returned fewer than the new ones, or the mask has fewer keys than that.
+    ValueError if the cache returned fewer keys than there are new tokens, or if the mask has fewer
+    keys than the cache.
     """
     if cached < new:
         raise ValueError(
-            f"the cache returned S={cached} keys for T={new} new tokens, expected the new and the"
-            " earlier ones"
+            f"the cache returned S={cached} keys for T={new} new tokens, expected those of the new"
+            " and of the earlier tokens"
         )
     if mask is None or mask.ndim == 0:
         return mask
     if mask.shape[-1] < cached:
         raise ValueError(
-            f"mask {tuple(mask.shape)}: expected {cached} keys in its last dimension, the cached"
-            " ones count too"
+            f"mask {tuple(mask.shape)}: expected {cached} keys in its last dimension, including the"
+            " cached ones"
         )
     return mask[..., -cached:]
 
@@ -344,7 +341,7 @@ def _rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
 
 # %% ../../nbs/05a_attention.ipynb #170e4c26
 class HeadOptions(TypedDict, total=False):
-    """Options of the projections that `MultiHeadAttention` passes on."""
+    """Options that `MultiHeadAttention` passes on to `HeadProjections`."""
 
     num_kv_heads: int | None
     head_dim: int | None
@@ -357,10 +354,10 @@ class HeadOptions(TypedDict, total=False):
 
 
 class HeadProjections(nn.Module):
-    """The linear maps around attention: into H query and K key/value heads, and back.
+    """The linear maps around attention: into H query heads and K key/value heads, and back.
 
-    `project(x, position_embeddings)` gives what attention compares and mixes. Options and errors
-    are those of `MultiHeadAttention`, which builds on it.
+    `project(x, position_embeddings)` returns queries, keys and values. Options and errors are those
+    of its subclass `MultiHeadAttention`.
     """
 
     def __init__(
@@ -407,11 +404,10 @@ class HeadProjections(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D) of `x`.
 
-        Queries and keys are normalised and rotated. Raises ValueError where `x` is not (B, T, C),
-        or `position_embeddings` are not those of its T tokens.
+        Queries and keys are normalized and rotated. Raises ValueError if `x` is not (B, T, C) in
+        the dtype of the weights, or if `position_embeddings` don't belong to its T tokens.
         """
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, T, {self.hidden_size})")
+        check_shape("x", x, (None, None, self.hidden_size), "(B, T, C)")
         B, T, _ = x.shape
         q_shape, k_shape = self.normed_shapes
         q = self.q_norm(self.q_proj(x).view(B, T, *q_shape))
@@ -422,7 +418,7 @@ class HeadProjections(nn.Module):
         k = k.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
         v = v.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
         if position_embeddings is not None and self.rotary_dim:
-            q, k = (_rotated(t, *position_embeddings, self.rotary_dim) for t in (q, k))
+            q, k = (_rotated(t, position_embeddings, self.rotary_dim) for t in (q, k))
         return q, k, v
 
 # %% ../../nbs/05a_attention.ipynb #cfcb00bb
@@ -433,19 +429,19 @@ class MultiHeadAttention(HeadProjections):
     `forward(x, *, position_embeddings=None, mask=None, cache=None)` takes (B, T, C) and returns
     (B, T, C). `position_embeddings` is `(cos, sin)`, each (1 or B, T, D), from `RotaryEmbedding`.
     `mask` is boolean, broadcastable to (B, H, T, S), True = may attend; it can only hide more,
-    because it is joined with the causal rule and the window. `cache.update` gets the keys after
+    because it is combined with the causal rule and the window. `cache.update` gets the keys after
     rotation.
 
     `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
-    `attention_out_bias` decides for the last alone (Qwen2 has none there). `rotary_dim` rotates
-    only the first numbers of each head, and with 0 none of them. `qk_norm` is an RMSNorm of each
-    head's q and k, before rotation (as in Qwen3), and with `qk_norm_over="projection"` of all heads
-    together (as in OLMo 2). `attention_scale` multiplies the scores,
-    by default 1 / sqrt(D).
-    `sliding_window=W`: each token reads itself and the W - 1 before it
-    (Beltagy et al. 2020). `attn_logit_softcapping` bounds the scores (Gemma 2, section 2).
-    `dropout` acts on the weights, in training mode only. `layer_index` is the key under which the
-    cache keeps this layer's keys and values. Raises ValueError for sizes that do not fit together.
+    `attention_out_bias` overrides it for the output projection (Qwen2 has no bias there).
+    `rotary_dim` rotates only the first numbers of each head, and with 0 none of them. `qk_norm`
+    applies an RMSNorm to each head's q and k, before rotation (as in Qwen3), and with
+    `qk_norm_over="projection"` to all heads together (as in OLMo 2). `attention_scale` multiplies
+    the scores, by default 1 / sqrt(D). With `sliding_window=W` each token attends to itself and the
+    W - 1 tokens before it (Beltagy et al. 2020). `attn_logit_softcapping` bounds the scores (Gemma
+    2, section 2). `dropout` acts on the attention weights, in training mode only. `layer_index` is
+    the key under which the cache stores this layer's keys and values. Raises ValueError for sizes
+    that don't fit together.
 
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in
     Hugging Face's Llama and Qwen3.
@@ -468,7 +464,7 @@ class MultiHeadAttention(HeadProjections):
             (sliding_window,) = check_sizes(sliding_window=sliding_window)
         _check_scale(attention_scale=attention_scale)
         _check_softcap(attn_logit_softcapping=attn_logit_softcapping)
-        _check_dropout(dropout)
+        check_numbers("[0, 1)", dropout=dropout)
         self.attention_scale = attention_scale
         self.attn_logit_softcapping = attn_logit_softcapping
         self.sliding_window = sliding_window

@@ -19,28 +19,30 @@ from llm_course.model.kernels.cross_entropy import (
     cross_entropy_working_bytes,
 )
 from .kernels.mlp import mlp_saved_vectors
+from .kernels.moe import grouped_linear_saved_bytes
 from .kernels.normalization import rms_norm_saved_bytes
+from .mlp import resolve_activation
 
 # %% ../../nbs/09e_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):
-    """Learned numbers of a model, by part; a tied table counts once, as `embedding`."""
+    """The number of a model's parameters by part; a tied table counts once, as `embedding`."""
 
-    embedding: int  # the table of tokens, and the table of learned positions
+    embedding: int  # the token table, and the table of learned positions
     attention: int
     mlp: int  # with all experts and their routers
     norms: int
-    lm_head: int  # 0 where it is tied to the embedding
-    mtp: int  # what looks further than one token ahead, used in training only
-    idle: int  # how many of `mlp` belong to the experts that a token does not use
+    lm_head: int  # 0 if it is tied to the embedding
+    mtp: int  # the modules for multi-token prediction, used in training only
+    idle: int  # those in `mlp` that belong to experts which a token doesn't use
 
     @property
     def total(self) -> int:
-        """All of them: `DecoderModel(config).num_parameters()`."""
+        """All parameters: the same as `DecoderModel(config).num_parameters()`."""
         return sum(self) - self.idle
 
     @property
     def without_embedding(self) -> int:
-        """All but the tables of tokens and positions and the output layer: the N of scaling laws.
+        """All but the token and position tables and the output layer: the N of scaling laws.
 
         Source: Kaplan et al. 2020, section 2.1.
         """
@@ -48,17 +50,17 @@ class ParameterCount(NamedTuple):
 
     @property
     def active(self) -> int:
-        """What one token uses in generation: neither idle experts nor `mtp`.
+        """The parameters that generation uses for one token: neither idle experts nor `mtp`.
 
-        Tables count whole, as is the custom.
+        Tables are counted as a whole, as is customary.
         """
         return self.total - self.mtp - self.idle
 
 # %% ../../nbs/09e_estimate.ipynb #1698f1dd
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the numbers that a `DecoderModel(config)` learns, exactly, without building it.
+    """Count the parameters of a `DecoderModel(config)` exactly, without building it.
 
-    Raises ValueError where vocab_size is None.
+    Raises ValueError if vocab_size is None.
     """
     V = config.resolved_vocab_size
     C = config.hidden_size
@@ -116,7 +118,7 @@ def _heads(config: ModelConfig) -> tuple[int, int, int]:
 
 # %% ../../nbs/09e_estimate.ipynb #068668c8
 class Flops(NamedTuple):
-    """Operations in the matrix products of one token's forward pass, by part.
+    """Floating-point operations in the matrix products of one token's forward pass, by part.
 
     A multiplication and its addition count as 2.
     """
@@ -125,27 +127,27 @@ class Flops(NamedTuple):
     scores: float  # queries with keys, weights with values
     mlp: float
     lm_head: float
-    mtp: float  # what looks further ahead, in training only
+    mtp: float  # the modules for multi-token prediction, in training only
 
     @property
     def forward(self) -> float:
-        """When the model reads or writes a token."""
+        """The operations of the forward pass when the model reads or generates a token."""
         return sum(self) - self.mtp
 
     @property
     def training(self) -> float:
-        """Forward and backward, which costs twice as much; nothing that is computed again."""
+        """Forward and backward, which costs twice as much; without any recomputation."""
         return 3 * sum(self)
 
 
 def flops_per_token(
     config: ModelConfig, sequence_length: int, *, visible_only: bool = False
 ) -> Flops:
-    """Count the operations of one token, on average over a text of `sequence_length` (T) tokens.
+    """Count the operations per token, averaged over a sequence of `sequence_length` (T) tokens.
 
-    Each query is counted with all T keys, as PyTorch's counter and most published numbers do; with
-    `visible_only`, with those that the causal rule and the layer's window let through. Raises
-    ValueError for a length that the model cannot see. Source: Kaplan et al. 2020, section 2.1;
+    Each query is counted with all T keys, as in PyTorch's counter and most published numbers; with
+    `visible_only`, only with the keys that the causal mask and the layer's window allow. Raises
+    ValueError for a length beyond the model's context. Source: Kaplan et al. 2020, section 2.1;
     Chowdhery et al. 2022, appendix B.
     """
     T = check_length(config, sequence_length)
@@ -158,7 +160,7 @@ def flops_per_token(
         4 * H * D * (_visible_keys(T, config.window_of(layer)) if visible_only else T)
         for layer in range(L)
     ]
-    # for each neuron: its rows and columns in the two or three matrices
+    # per neuron: its rows and columns in the two or three matrices
     row = 2 * C * (3 if config.use_glu else 2)
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
@@ -172,32 +174,32 @@ def flops_per_token(
 
 
 def _visible_keys(T: int, window: int | None) -> float:
-    """How many keys a query reads, on average over T queries."""
+    """How many keys a query attends to, on average over T queries."""
     W = min(window or T, T)
     return (W * (W + 1) / 2 + (T - W) * W) / T
 
 
 def check_length(config: ModelConfig, sequence_length: int) -> int:
-    """`sequence_length` as an int; ValueError where a model of `config` cannot see as many."""
+    """`sequence_length` as an int; ValueError if it exceeds the context of a model of `config`."""
     (T,) = check_sizes(sequence_length=sequence_length)
     limit = config.max_position_embeddings
     if T > limit:
         raise ValueError(
             f"sequence_length={T} must lie in 1..{limit}: raise max_position_embeddings={limit} for"
-            " longer texts"
+            " longer sequences"
         )
     return T
 
 # %% ../../nbs/09e_estimate.ipynb #368c80f5
 def normalization_saved_bytes(numbers: int, norm_type: str, input_width: int) -> int:
-    """What a norm over `numbers` keeps: RMSNorm its input, LayerNorm a float32 copy of that."""
+    """Bytes that a norm over `numbers` inputs keeps: its input, or LayerNorm's copy in float32."""
     if norm_type == "layernorm":
         return numbers * 4
     return rms_norm_saved_bytes(numbers, input_width)
 
 
 def mlp_saved_bytes(tokens: int, F: int, *, width: int, use_glu: bool, activation: str) -> int:
-    """What an MLP with F neurons keeps between its products, for `tokens` tokens."""
+    """Bytes that an MLP with F neurons keeps between its matrix products, for `tokens` tokens."""
     return tokens * mlp_saved_vectors(activation, use_glu=use_glu) * F * width
 
 # %% ../../nbs/09e_estimate.ipynb #4cadc7a0
@@ -227,13 +229,13 @@ def _attention_activations(
 
 
 def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: int | None) -> int:
-    """Bytes that an MLP of `dense_size` neurons, or a router and its experts, keep for backward."""
+    """Bytes that `dense_size` neurons, or a router with its experts, keep for backward."""
     C = config.hidden_size
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
 
     def between(rows: int, neurons: int) -> int:
-        activation = config.activation or ("silu" if config.use_glu else "gelu_tanh")
+        activation = resolve_activation(config.activation, use_glu=config.use_glu)
         kind: dict[str, Any] = dict(width=width, use_glu=config.use_glu, activation=activation)
         return mlp_saved_bytes(rows, neurons, **kind)
 
@@ -241,10 +243,11 @@ def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: i
     inputs = (2 if width == 2 and config.use_glu else 1) * tokens * C * width
     if dense_size is not None:
         return inputs + between(tokens, dense_size)
-    router = 4 * tokens * (C + 3 * config.num_experts)  # what it reads, and its scores
+    router = 4 * tokens * (C + 3 * config.num_experts)  # its input, and its scores
     rows = config.top_k * tokens
-    kept = router + between(rows, F) + rows * 2 * C * width  # each expert's input and output
-    kept += between(tokens, shared)
+    experts = grouped_linear_saved_bytes(rows, C, width=width) + between(rows, F)
+    outputs = rows * C * width  # which are multiplied by the router's weights
+    kept = router + experts + outputs + between(tokens, shared)
     kept += config.shared_expert_gate * tokens * C * width  # what the gate multiplies
     return kept + (inputs if shared and width == 2 else 0)
 
@@ -266,7 +269,7 @@ def _block_activations(
     norms = 0
     if config.norm_position != "output":
         norms += 2 * normalization_saved_bytes(stream, config.norm_type, 4)
-    if config.norm_position in ("sandwich", "output"):  # these read what comes out of a product
+    if config.norm_position in ("sandwich", "output"):  # these read the output of a matrix product
         norms += 2 * normalization_saved_bytes(stream, config.norm_type, width)
     return (
         norms
@@ -276,39 +279,41 @@ def _block_activations(
 
 # %% ../../nbs/09e_estimate.ipynb #99625856
 class TrainingMemory(NamedTuple):
-    """Bytes of a training step, by part."""
+    """Bytes of memory in a training step, by part."""
 
-    # float32; in mixed precision also the bfloat16 copies of what multiplies: no norm, no lookup
+    # float32; in mixed precision also the bfloat16 copies of the matrices that are multiplied
     weights: int
     gradients: int
     optimizer: int  # AdamW's two moments
-    activations: int  # what the forward pass keeps for backward; grows with the batch
-    loss: int  # a chunk of logits, and the gradients that the loss computes at once
+    activations: int  # kept by the forward pass for backward; they grow with the batch
+    loss: int  # a chunk of logits, and the gradients that the loss computes in its forward pass
 
     @property
     def total(self) -> int:
-        """All of them at once."""
+        """The sum of all parts."""
         return sum(self)
 
 
 def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
-    """Bytes of the bfloat16 copies that autocast makes of weights, and keeps."""
+    """Bytes of the bfloat16 copies of weights that autocast makes and caches."""
     C = config.hidden_size
     matrices = count.attention + count.mlp + count.mtp + config.resolved_vocab_size * C
-    if config.use_moe:  # experts are converted one by one, and not kept; the router stays float32
+    if (
+        config.use_moe
+    ):  # experts are converted one at a time, without a cache; the router stays in float32
         expert = (3 if config.use_glu else 2) * config.resolved_intermediate_size * C
         matrices -= _sparse_layers(config) * config.num_experts * (expert + C)
     return 2 * matrices
 
 
 def _further_activations(config: ModelConfig, tokens: int, width: int, block: int) -> int:
-    """Bytes that one module for further tokens keeps, whose `block` keeps so much by itself."""
+    """Bytes that a module for multi-token prediction keeps, including the bytes of its `block`."""
     stream = tokens * config.hidden_size
     # norms of an embedding and of the result; the input of the projection
     norms = 4 * stream + normalization_saved_bytes(stream, config.norm_type, width)
     kept = norms + 2 * width * stream + block
     if width == 2 and config.norm_type == "rmsnorm":
-        # the stream of this block comes out of a product: its norms keep half, and nothing is
+        # this block's stream is the output of a matrix product: its norms keep half, and nothing is
         # converted
         kept -= 2 * (2 + (3 if config.use_glu else 2)) * stream
     return kept
@@ -324,16 +329,17 @@ def training_memory(
     activation_checkpointing: bool = False,
     chunk_size: int = 512,
 ) -> TrainingMemory:
-    """What training with AdamW holds at its worst moment, in bytes.
+    """The peak memory of training with AdamW, in bytes.
 
-    `batch_size` rows of `sequence_length` tokens are computed at once. `mixed_precision` is
-    autocast to bfloat16; weights, gradients and moments are float32. `on_bf16_cpu`: on a CPU that
+    A micro-batch has `batch_size` rows of `sequence_length` tokens. `mixed_precision` is autocast
+    to bfloat16, with weights, gradients and moments in float32. Set `on_bf16_cpu` for a CPU that
     multiplies bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter
-    5). `activation_checkpointing` keeps the input of each block, and the rest of one block.
-    Activations agree with what autograd keeps on a CPU to 5 % (without dropout); compilation keeps
-    less, and norms and SwiGLU elsewhere keep more. Not counted: the allocator's gaps, workspace of
-    kernels, replicas of distributed training. Raises ValueError for sizes that aren't whole numbers
-    of at least 1, and for a length that the model cannot see. Source: Rajbhandari et al. 2020,
+    5). `activation_checkpointing` keeps the input of each block, and everything of one block.
+    Activations agree with what autograd keeps on a CPU to within 5 % (without dropout); compiled
+    models keep less, and on other devices norms and SwiGLU keep more. Fragmentation in the
+    allocator, the workspace of kernels and the replicas of distributed training are not counted.
+    Raises ValueError for sizes that aren't whole numbers of at least 1, and for a length beyond the
+    model's context. Source: Rajbhandari et al. 2020,
     "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
     T = check_length(config, sequence_length)
@@ -377,12 +383,12 @@ def training_memory(
 
 # %% ../../nbs/09e_estimate.ipynb #361a1f41
 def kv_cache_bytes(config: ModelConfig, sequence_length: int, *, bytes_per_number: int = 2) -> int:
-    """Bytes of the keys and values of one text of `sequence_length` tokens.
+    """Bytes of the keys and values of one sequence of `sequence_length` tokens.
 
-    A layer with a window needs its last W tokens. The buffers of chapter 10's `KVCache` may be
-    larger: up to 2W in such a layer, and the length that the cache was made for in the others.
-    Raises ValueError for a length that the model cannot see, or for sizes that aren't whole numbers
-    of at least 1.
+    A layer with a window needs only the last W tokens. The buffers of chapter 10's `KVCache` may be
+    larger: up to 2W positions in such a layer, and the cache's `max_length` in the others. Raises
+    ValueError for a length beyond the model's context, or for sizes that aren't whole numbers of at
+    least 1.
     """
     T = check_length(config, sequence_length)
     _, K, D = _heads(config)

@@ -16,13 +16,13 @@ from .normalization import LayerNorm, RMSNorm
 
 # %% ../../nbs/08b_transformer_block.ipynb #abb92623
 def build_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The normalization that `config` asks for, over the last dimension of (..., C)."""
+    """The normalization of `config`, over the last dimension of (..., C)."""
     kind = RMSNorm if config.norm_type == "rmsnorm" else LayerNorm
     return kind(config.hidden_size, eps=config.rms_norm_eps)
 
 # %% ../../nbs/08b_transformer_block.ipynb #b93ff011
 def build_attention(config: ModelConfig, layer_index: int) -> MultiHeadAttention:
-    """The attention of layer `layer_index`, with that layer's window."""
+    """The attention of layer `layer_index`, with the window of that layer."""
     return MultiHeadAttention(
         config.hidden_size,
         config.num_heads,
@@ -43,7 +43,7 @@ def build_attention(config: ModelConfig, layer_index: int) -> MultiHeadAttention
 
 
 def build_mlp(config: ModelConfig, layer_index: int = 0) -> MLP | MoE:
-    """The MLP of layer `layer_index`: a mixture of experts, or a dense one."""
+    """The MLP of layer `layer_index`: a mixture of experts, or a dense MLP."""
     if config.is_dense(layer_index):
         return MLP(
             config.hidden_size,
@@ -72,20 +72,19 @@ def build_mlp(config: ModelConfig, layer_index: int = 0) -> MLP | MoE:
 class TransformerBlock(nn.Module):
     """Attention, then an MLP or a mixture of experts, each added to the residual stream.
 
-    `config` has the options, and `layer_index` says which layer of the model this is: its window,
-    and where a cache files its keys. `config.norm_position` places the norms: "pre" is
-    x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), "output" x + norm(f(x)),
-    and `config.residual_multiplier` scales what is added to x. `rms_norm_eps` is the epsilon of all
-    norms, LayerNorms too. `dropout` acts on the attention weights and on the output of the MLP.
+    `config` has the options. `layer_index` is the place of this layer in the model: it selects the
+    window, and a cache stores the layer's keys under it. `config.norm_position` places the norms:
+    "pre" is x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), "output"
+    x + norm(f(x)), and `config.residual_multiplier` scales the term that is added to x.
+    `rms_norm_eps` is the epsilon of all norms, including LayerNorms. `dropout` acts on the
+    attention weights and on the output of the MLP.
 
     `forward(x, *, position_embeddings=None, mask=None, cache=None)` maps (B, T, C) to (B, T, C),
-    and returns it with the `RouterStats` of the experts, None for a dense block; arguments and
+    and returns it with the `RouterStats` of the experts, or None for a dense block; arguments and
     errors are those of `MultiHeadAttention`. A layer with a window takes
-    `sliding_position_embeddings` instead, where they are given. Raises
-    ValueError for an x of another dtype than the weights, unless autocast converts it. Source:
-    Vaswani et al. 2017, section 3.1 (post); Xiong et
-    al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2 report 2025, section 3
-    (output).
+    `sliding_position_embeddings` instead, where they are given. Source: Vaswani et al. 2017,
+    section 3.1 (post); Xiong et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2
+    report 2025, section 3 (output).
     """
 
     def __init__(self, config: ModelConfig, layer_index: int = 0):
@@ -117,11 +116,7 @@ class TransformerBlock(nn.Module):
         if sliding_position_embeddings and self.self_attn.sliding_window:
             position_embeddings = sliding_position_embeddings
         z = self.input_layernorm(x)
-        try:
-            y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
-        except RuntimeError as error:
-            self._explain(error, x)
-            raise
+        y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
         x = self._add(x, y, self.attention_output_norm)
         y = self.mlp(self.post_attention_layernorm(x))
         stats = None
@@ -135,18 +130,6 @@ class TransformerBlock(nn.Module):
             # x + residual_multiplier * y, in one pass over memory
             return norm(x.add(y, alpha=self.residual_multiplier))
         return x.add(norm(y), alpha=self.residual_multiplier)  # for "pre", norm is the identity
-
-    def _explain(self, error: RuntimeError, x: Tensor) -> None:
-        """ValueError in place of PyTorch's `error`, where that is about dtypes of x and weights.
-
-        Only the projections know what they take: one may be a quantised or a LoRA layer.
-        """
-        others = {p.dtype for p in self.self_attn.parameters()} - {x.dtype}
-        if others and "dtype" in str(error):
-            dtypes = " and ".join(sorted(map(str, others)))
-            raise ValueError(
-                f"x is {x.dtype} and the weights are {dtypes}: convert one, or use torch.autocast"
-            ) from error
 
     def extra_repr(self) -> str:
         return f"norm_position={self.norm_position}, residual_multiplier={self.residual_multiplier}"

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..checks import check_sizes
 from ..hardware import resolve_device
 from .config import DistributedConfig
 from .runtime import Runtime
@@ -42,9 +43,7 @@ from .runtime import Runtime
 def _shard_blocks(
     model: nn.Module, config: DistributedConfig, *, world_size: int, bf16: bool
 ) -> None:
-    """Spread the parameters of each block over the processes; the blocks are the items of
-    `nn.ModuleList`s.
-    """
+    """Spread the parameters of each block, an item of an `nn.ModuleList`, over the processes."""
     device = next(model.parameters()).device
     offload = (
         CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy()
@@ -75,11 +74,11 @@ def _fsdp_no_sync(model: FSDPModule) -> Iterator[None]:
 
 # %% ../../nbs/15_distributed.ipynb #b737f2ec
 class ProcessGroup(Runtime):
-    """The processes that train together, and what they tell each other, by `torch.distributed`.
+    """The processes that train together, joined by `torch.distributed` over gloo or NCCL.
 
-    A context manager, over gloo or NCCL. The environment says which process this is (RANK,
-    WORLD_SIZE, LOCAL_RANK and the address of the first), as torchrun (also under Slurm) and
-    `launch` set it. ValueError where it does not.
+    A context manager. The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and
+    the address of the first), as `launch` and torchrun, also under Slurm, set it; ValueError where
+    it does not.
     """
 
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
@@ -91,22 +90,27 @@ class ProcessGroup(Runtime):
                 f"{missing[0]} is not in the environment: start with torchrun, or set"
                 " distributed.world_size"
             )
-        self.rank, self.world_size, self.local_rank = (
-            int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        )
+        try:
+            self.rank, self.world_size, self.local_rank = (
+                int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}"
+            ) from None
 
     def __enter__(self) -> Self:
         on_cuda = resolve_device(self._device_name).type == "cuda"
         if self.config.backend == "nccl" and not on_cuda:
-            raise ValueError("distributed.backend=nccl needs CUDA devices: take auto or gloo")
+            raise ValueError("distributed.backend=nccl needs CUDA devices: use auto or gloo")
         if on_cuda:
             torch.cuda.set_device(self.local_rank)
-        # flags and objects lie on the CPU, where NCCL cannot reach them: gloo stands beside it
+        # NCCL cannot exchange tensors on the CPU, such as flags and objects: gloo does
         backend = "cpu:gloo,cuda:nccl" if on_cuda and self.config.backend != "gloo" else "gloo"
         timeout = timedelta(seconds=self.config.timeout)
         store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=timeout))
-        # torchrun's store outlives a restart: without a name of its own an attempt reads addresses
-        # of dead processes
+        # torchrun's store outlives a restart: without its own prefix an attempt would read the
+        # addresses of dead processes
         store = dist.PrefixStore(
             f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
         )
@@ -116,7 +120,7 @@ class ProcessGroup(Runtime):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        # with an error the others may be gone, and the process is about to end
+        # after an error the others may be gone, and this process is about to end
         if error[0] is None:
             dist.destroy_process_group()
 
@@ -202,7 +206,7 @@ class DistributedManager(ProcessGroup):
 
 # %% ../../nbs/15_distributed.ipynb #2104936a
 def _whole_tree(tree: Any, *, keep: bool) -> Any:
-    """`tree` with whole tensors on the CPU; without `keep` a process only takes part."""
+    """`tree` with full tensors on the CPU; without `keep`, this process only helps to gather."""
     if isinstance(tree, dict):
         return {name: _whole_tree(value, keep=keep) for name, value in tree.items()}
     if not isinstance(tree, DTensor):
@@ -212,8 +216,9 @@ def _whole_tree(tree: Any, *, keep: bool) -> Any:
 
 
 def _spread(value: Any, like: Tensor) -> Any:
-    """This process's share of a whole tensor, laid out as `like`; what has another shape is no
-    share of it.
+    """This process's share of a full tensor, laid out like `like`.
+
+    Anything else, such as a tensor of another shape, is returned as it is.
     """
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
@@ -229,22 +234,22 @@ def launch(
     master_addr: str = "127.0.0.1",
     master_port: int | None = None,
 ) -> Any:
-    """Run `function(*arguments)` in `world_size` new processes; returns what the first returns.
+    """Run `function(*arguments)` in `world_size` new processes; returns what rank 0 returns.
 
-    `function` must be importable, and what it takes and returns picklable; it must return no
-    tensor, whose memory ends with its process. SIGINT and SIGTERM are handed on to all. When one
-    process fails the others are ended and its error is raised here; a RuntimeError, which may be
-    the echo of another's end, as the text of a new one, and an error that pickle cannot rebuild as
-    an Exception with its words. The processes meet at `master_addr`, an address of this machine,
-    and `master_port`, or a free one. Raises ValueError for a `world_size` below 1 and for a port
-    that isn't free, and RuntimeError in another thread than the main one, and where the first
-    process ends without an answer.
+    `function` must be importable, its arguments and result picklable; it must not return a tensor,
+    whose memory ends with its process. The processes meet at `master_addr`, an address of this
+    machine, and `master_port`, or a free port. SIGINT and SIGTERM are forwarded to all of them.
+
+    When one process fails, the others are ended and its error is raised here. A RuntimeError, which
+    may only mean that another process has gone, becomes the text of a new one; an error that pickle
+    cannot rebuild becomes an Exception with the same words. ValueError for a `world_size` below 1
+    and for a port that isn't free; RuntimeError outside the main thread, and where rank 0 ends
+    without a result.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be at least 1: how many processes to start")
+    check_sizes(world_size=world_size)
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "launch must be called in the main thread: it hands signals on, and Python delivers"
+            "launch must be called in the main thread: it forwards signals, and Python delivers"
             " them to no other"
         )
     results = mp.get_context("spawn").SimpleQueue()
@@ -265,7 +270,7 @@ def launch(
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as ended:
         listen()
         raise _most_telling(ended, [value for _, value in said]) from None
-    finally:  # an answer that cannot be read ends here too, and nobody is left behind
+    finally:  # also when a result cannot be read: leave no process behind
         for process in processes.processes:
             process.terminate()
     listen()
@@ -273,12 +278,12 @@ def launch(
 
 
 def _free_port(address: str, port: int | None) -> int:
-    """The port, or a free one for None; ValueError where it cannot be had at this address."""
+    """`port`, or a free one for None; ValueError where it isn't available at this address."""
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((address, port or 0))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ValueError(
                 f"the processes cannot meet at distributed.master_addr={address},"
                 f" master_port={port}: {error}. Give an address of this machine, and a free port or"
@@ -290,27 +295,26 @@ def _free_port(address: str, port: int | None) -> int:
 def _most_telling(ended: Exception, said: list[Any]) -> Exception:
     """The error to raise when a process has failed.
 
-    What a process refused itself tells more than that its partner then lost the connection, which
-    is a RuntimeError.
+    An error of a process's own tells more than a RuntimeError, which may only say that the
+    connection to that process was lost.
     """
     errors = [value for value in said if isinstance(value, Exception)]
     refusals = [error for error in errors if not isinstance(error, RuntimeError)]
     if refusals:
         return refusals[0]
-    first = f"\nThe first error: {errors[0]}" if errors else ""  # an echo comes later
+    first = f"\nThe first error: {errors[0]}" if errors else ""  # lost connections come later
     return RuntimeError(f"a training process ended: {ended}{first}")
 
 
 def _answer_of_the_first(said: list[tuple[int, Any]]) -> Any:
-    """What rank 0 returned; raises what ended a process in silence: Ctrl-C, or an exit."""
+    """What rank 0 returned; raises the KeyboardInterrupt or SystemExit that ended a process."""
     for rank, value in said:
         if isinstance(value, KeyboardInterrupt) or (rank == 0 and isinstance(value, SystemExit)):
             raise value
     answers = [value for rank, value in said if rank == 0]
     if not answers:
         raise RuntimeError(
-            "the first process ended without an answer, and without an error: does it call"
-            " os._exit?"
+            "the first process ended without a result and without an error: does it call os._exit?"
         )
     return answers[0]
 
@@ -324,10 +328,10 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     if os.name == "posix":
-        os.setpgrp()  # Ctrl-C reaches the parent alone, which hands it on once
+        os.setpgrp()  # so that Ctrl-C reaches only the parent, which forwards it once
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
-    # else each would take all cores, and they would wait for each other
+    # otherwise each process would use all cores, and they would slow each other down
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     try:
@@ -337,15 +341,15 @@ def _run(
         raise
     if rank == 0:
         results.put((rank, result))
-    # FSDP's modules are cycles: where they outlive the interpreter, a thread of gloo may abort the
-    # process
+    # FSDP's modules are reference cycles: if they outlive the interpreter, a thread of gloo may
+    # abort the process
     gc.collect()
 
 
 def _sendable(error: BaseException) -> BaseException:
     try:
-        copy.copy(error)  # as unpickling will: its class is called with its words
-    except Exception:  # its class asks for other arguments than its words, for example
+        copy.copy(error)  # calls its class with its words, as unpickling will
+    except Exception:  # the class needs other arguments, for example
         return Exception(f"{type(error).__name__}: {error}")
     return error
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..checks import check_numbers, check_sizes
 from ..hardware import resolve_device
 
 # %% ../../nbs/14a_runtime.ipynb #dbafe166
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile` and DDP, in any nesting.
+    """The model inside `torch.compile` and DDP, however they are nested.
 
-    Its keys are free of `_orig_mod.` and `module.`.
+    The keys of its state have no `_orig_mod.` or `module.` in front.
     """
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -37,8 +38,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of PyTorch (all devices), NumPy and Python.
 
-    NumPy takes the lowest 32 bits of `seed`.
+    NumPy takes the lowest 32 bits of `seed`. ValueError where that isn't a whole number of 0 or
+    more that 64 bits can hold.
     """
+    check_sizes(0, seed=seed)
+    check_numbers("[0, 18446744073709551616)", seed=seed)  # 2**64
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -47,7 +51,7 @@ def seed_everything(seed: int) -> None:
 def rng_state() -> dict[str, Any]:
     """The state of the global generators of PyTorch (CPU and current GPU), NumPy and Python.
 
-    It consists of tensors, and of values that JSON can hold.
+    It holds only tensors and values that JSON can hold.
     """
     _, numpy_keys, numpy_position, *numpy_gauss = cast(tuple, np.random.get_state(legacy=True))
     version, python_keys, python_gauss = random.getstate()
@@ -78,9 +82,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # %% ../../nbs/14a_runtime.ipynb #c3724655
 class Runtime:
-    """The processes that train together: here, this one alone.
+    """The processes that train together: here, just this one.
 
-    `DistributedManager` has the same methods for several.
+    `DistributedManager` has the same methods for several processes.
     """
 
     rank = 0
@@ -92,21 +96,21 @@ class Runtime:
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device on which this process computes, as `resolve_device` finds it."""
+        """The device that `name` means in this process, as `resolve_device` finds it."""
         return resolve_device(name)
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
-        """Leave each process a share of every parameter, if the strategy says so.
+        """Split every parameter over the processes, if the strategy says so.
 
-        Called before the optimizer is built.
+        Call it before the optimizer is built. `bf16` says whether they compute in bfloat16.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as it is trained: its backward averages gradients over the processes."""
+        """The model to train with: its backward averages gradients over the processes."""
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager:
-        """A context in which backward does not average gradients yet."""
+        """A context in which backward adds up gradients without averaging them yet."""
         return nullcontext()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -118,14 +122,14 @@ class Runtime:
         return flag
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until every process has called this."""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank."""
         return [value]
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor that may be spread over the processes."""
+        """The full tensor, where it may be spread over the processes."""
         return tensor
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
