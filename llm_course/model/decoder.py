@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'DecoderOutput', 'check_inputs', 'build_embedding',
-           'build_rotary', 'build_sliding_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits',
-           'head_loss', 'update_router_biases', 'DecoderModel']
+           'build_rotary', 'build_sliding_rotary', 'block_context', 'run_blocks', 'router_totals', 'scaled_stream',
+           'head_logits', 'head_loss', 'update_router_biases', 'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -201,11 +201,10 @@ def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
 
 def block_context(
     rotary: RotaryEmbedding | None,
+    sliding_rotary: RotaryEmbedding | None,
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
-    *,
-    sliding_rotary: RotaryEmbedding | None = None,
 ) -> dict[str, Any]:
     """The arguments that all blocks share besides the stream: the mask and the rotary angles."""
     mask = None if attention_mask is None else padding_mask(attention_mask)
@@ -255,9 +254,14 @@ def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor |
     return aux_loss, torch.stack([s.tokens_per_expert for s in stats]) if stats else None
 
 
+def scaled_stream(h: Tensor, config: ModelConfig) -> Tensor:
+    """The input of the head, divided by `logits_scaling` in the place of the far more logits."""
+    return h if config.logits_scaling == 1.0 else h / config.logits_scaling
+
+
 def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
     """The logits (..., V) of the normalized stream `h` (..., C), with the soft cap of `config`."""
-    logits = head(h)
+    logits = head(scaled_stream(h, config))
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -271,6 +275,7 @@ def head_loss(
     """
     if isinstance(head, nn.Linear):
         cap = config.final_logit_softcapping
+        h = scaled_stream(h, config)
         return linear_cross_entropy(h, head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef)
     logits = head_logits(head, h, config).flatten(0, -2)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -358,10 +363,8 @@ class DecoderModel(TiedModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
-        masks = (attention_mask, document_ids)
-        context = block_context(
-            self.rotary, position_ids, *masks, sliding_rotary=self.sliding_rotary
-        )
+        rotary = (self.rotary, self.sliding_rotary)
+        context = block_context(*rotary, position_ids, attention_mask, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         states: list[Tensor] | None = [] if output_hidden_states else None
         x, stats = run_blocks(
@@ -383,17 +386,11 @@ class DecoderModel(TiedModel):
         return DecoderOutput(None, aux_loss, loss_sum, num_targets, load, hidden_states)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return head_logits(self.lm_head, self._head_input(x), self.config)
+        return head_logits(self.lm_head, self.norm(x), self.config)
 
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         z_loss_coef = self.config.z_loss_coef if self.training else 0.0
-        h = self._head_input(x)
-        return head_loss(self.lm_head, h, labels, self.config, z_loss_coef=z_loss_coef)
-
-    def _head_input(self, x: Tensor) -> Tensor:
-        """The normalised stream; scaling the logits and scaling what they come from is the same."""
-        h = self.norm(x)
-        return h if self.config.logits_scaling == 1.0 else h / self.config.logits_scaling
+        return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Balance the experts without a loss; call it after each step with its loads (L, E)."""

@@ -294,6 +294,12 @@ class TrainingMemory(NamedTuple):
         return sum(self)
 
 
+def _dense_sizes(config: ModelConfig) -> list[int | None]:
+    """For each layer the width of its MLP, None where it has experts."""
+    layers = range(config.num_layers)
+    return [config.resolved_dense_size if config.is_dense(layer) else None for layer in layers]
+
+
 def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
     """Bytes of the bfloat16 copies of weights that autocast makes and caches."""
     C = config.hidden_size
@@ -349,27 +355,16 @@ def training_memory(
     C = config.hidden_size
     width = 2 if mixed_precision else 4
 
-    def block(layer: int, dense_size: int | None) -> int:
-        return _block_activations(
-            config,
-            layer,
-            batch_size,
-            T,
-            mixed_precision=mixed_precision,
-            dense_size=dense_size,
-            on_bf16_cpu=on_bf16_cpu,
-        )
+    def block(layer: int, F: int | None) -> int:
+        kind = dict(mixed_precision=mixed_precision, on_bf16_cpu=on_bf16_cpu)
+        return _block_activations(config, layer, batch_size, T, dense_size=F, **kind)
 
-    blocks = [
-        block(layer, config.resolved_dense_size if config.is_dense(layer) else None)
-        for layer in range(config.num_layers)
-    ]
+    blocks = list(map(block, range(config.num_layers), _dense_sizes(config)))
     if activation_checkpointing:
         blocks = [4 * tokens * C] * config.num_layers + [max(blocks)]
     last = 0 if config.norm_position == "post" else 4 * tokens * C  # the last norm's input
-    further = _further_activations(
-        config, tokens, width, block(config.num_layers - 1, config.resolved_intermediate_size)
-    )
+    one_more = block(config.num_layers - 1, config.resolved_intermediate_size)
+    further = _further_activations(config, tokens, width, one_more)
     activations = sum(blocks) + last + config.num_mtp_layers * further
     softcap = config.final_logit_softcapping is not None
     dtype = torch.bfloat16 if mixed_precision else torch.float32

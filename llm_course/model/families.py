@@ -142,7 +142,7 @@ def _dense_layers(named: Any, hf: Mapping[str, Any]) -> list[int] | None:
     layers = range(hf["num_hidden_layers"])
     return [i for i in layers if i in (named or []) or (i + 1) % step] or None
 
-
+# %% ../../nbs/11a_families.ipynb #f2values
 VALUES = {  # read gets the value and the whole config.json
     "same": Change(lambda x, hf: x, lambda x: x),
     "activation": Change(
@@ -561,6 +561,8 @@ GEMMA3 = replace(
     )
     + GEMMA2.tensors,
 )
+
+# %% ../../nbs/11a_families.ipynb #f3small1
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
@@ -627,6 +629,7 @@ _ALL = (
 FAMILIES = {family.model_type: family for family in _ALL}
 
 # %% ../../nbs/11a_families.ipynb #96baecda
+_TYPES = {"full_attention", "sliding_attention"}
 _SCALED = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -662,15 +665,12 @@ def _one_rope(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]
     return whole, {_LOCAL: theta["rope_theta"]} if "rope_theta" in theta else {}
 
 
-_TYPES = {"full_attention", "sliding_attention"}
-
-
 def _keys_of(hf: Mapping[str, Any]) -> set[str]:
     """The names of the keys that this file's family reads."""
     family = FAMILIES.get(str(hf.get("model_type")))
     return {key.name for key in family.keys.values()} if family else set()
 
-
+# %% ../../nbs/11a_families.ipynb #f4plain1
 def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with its rotary settings in one spelling: `rope_theta` and `rope_scaling`.
 
@@ -727,7 +727,7 @@ def _scaled_rope(kind: Any, rope: dict[str, Any], hf: Mapping[str, Any]) -> dict
         raise ValueError(f"rope_scaling={ {'rope_type': kind} | rope } is not supported in a phi3")
     return {"rope_scaling": {"rope_type": kind, **rope}}
 
-
+# %% ../../nbs/11a_families.ipynb #f4their1
 def _their_rope(hf: dict[str, Any], family: Family) -> dict[str, Any]:
     """The inverse of `_plain_rope`, in the spelling that the family's transformers class reads."""
     scaling: dict[str, Any] = hf.get("rope_scaling") or {}
