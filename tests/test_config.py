@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llm_course.checks import type_in_words
 from llm_course.model.config import ModelConfig
-from llm_course.model.embedding import RopeScaling
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.training import config as config_module
 from llm_course.training import sources
 from llm_course.training.config import (

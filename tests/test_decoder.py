@@ -24,8 +24,8 @@ from llm_course.model import decoder
 from llm_course.model.cache import KVCache
 from llm_course.model.config import PRESETS, ModelConfig
 from llm_course.model.decoder import DecoderModel, with_both_names
-from llm_course.model.embedding import RopeScaling
 from llm_course.model.mtp import further_rows
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.text.batches import IGNORE_INDEX, shift
 from llm_course.training.sources import load_config
 

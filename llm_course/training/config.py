@@ -81,8 +81,9 @@ class DataConfig:
         text_field: the field that holds the text in .jsonl, .parquet and datasets.
         stories: which stories the corpus stories holds.
         clean: cleaning steps, in order.
-        tokenizer: bpe trains one on the text; the folder or file of a tokenizer reuses it.
-        vocab_size: entries of a tokenizer that is trained.
+        tokenizer: bpe trains one on the text, characters has an entry for each of its characters;
+            the folder or file of a tokenizer reuses it.
+        vocab_size: entries of a bpe tokenizer that is trained.
         sequence_length: tokens in a row (T).
         val_fraction: share of the text that is held out for validation.
         separate_documents: keep attention inside each document of a row.
