@@ -389,14 +389,14 @@ class HeadProjections(nn.Module):
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
         self.rotary_dim = _rotary_dim(rotary_dim, head_dim)
         check_choice(("head", "projection"), qk_norm_over=qk_norm_over)
-        # the rows of q and k that are normalised, and how many numbers each has
-        self.normed_shapes = tuple(
-            (heads, head_dim) if qk_norm_over == "head" else (1, heads * head_dim)
+        # how many numbers of q and of k are normalized together
+        self.normed_sizes = tuple(
+            head_dim if qk_norm_over == "head" else heads * head_dim
             for heads in (num_heads, num_kv_heads)
         )
         self.q_norm, self.k_norm = (
             RMSNorm(size, eps=rms_norm_eps) if qk_norm else nn.Identity()
-            for _, size in self.normed_shapes
+            for size in self.normed_sizes
         )
 
     def project(
@@ -409,9 +409,9 @@ class HeadProjections(nn.Module):
         """
         check_shape("x", x, (None, None, self.hidden_size), "(B, T, C)")
         B, T, _ = x.shape
-        q_shape, k_shape = self.normed_shapes
-        q = self.q_norm(self.q_proj(x).view(B, T, *q_shape))
-        k = self.k_norm(self.k_proj(x).view(B, T, *k_shape))
+        q_size, k_size = self.normed_sizes
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, q_size))
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, k_size))
         v = self.v_proj(x)
         # (B, T, heads * D) -> (B, heads, T, D)
         q = q.view(B, T, self.num_heads, self.head_dim).transpose(1, 2)

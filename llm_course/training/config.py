@@ -380,6 +380,11 @@ def _undivided(config: "Config") -> Iterator[tuple[object, str, str]]:
         "experts are not divided; take ddp or fsdp",
     )
     yield (
+        strategy.endswith("tp") and config.model.qk_norm and config.model.qk_norm_over != "head",
+        f"model.qk_norm_over=projection does not go with distributed.strategy={strategy}",
+        "no process has all heads; use ddp, fsdp or pp",
+    )
+    yield (
         divides and depth,
         f"model.num_mtp_layers={depth} does not go with distributed.strategy={strategy}",
         "take ddp or fsdp, or set it to 0",

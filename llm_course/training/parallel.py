@@ -302,6 +302,7 @@ def keep_stage(model: DecoderModel, layers: range) -> None:
     parts = {
         "embedding": is_first or tied,
         "rotary": model.rotary is not None,
+        "sliding_rotary": model.sliding_rotary is not None,
         "norm": is_last,
         "lm_head": is_last or tied,
     } | {f"layers.{index}": True for index in layers}
@@ -332,7 +333,8 @@ class Stage(nn.Module):
         with self.autocast:
             if self.is_first:
                 x = model.embedding(x, position_ids)  # (B, T) -> (B, T, C)
-            context = block_context(model.rotary, position_ids, None, document_ids)
+            rotary = (model.rotary, model.sliding_rotary)
+            context = block_context(*rotary, position_ids, None, document_ids)
             return run_blocks(self.layers, x, context, cache=None, recompute=recompute)[0]
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
