@@ -1060,7 +1060,7 @@ def configurations(draw):
     training = part(TrainingConfig)
     for name in draw(st.permutations(["max_steps", "max_epochs", "max_tokens"]))[1:]:
         training.pop(name, None)
-    distributed = part(DistributedConfig, keep=("strategy", "cpu_offload"))
+    distributed = part(DistributedConfig, keep=("strategy", "cpu_offload", "model_parallel_size"))
     yarn = RopeScaling(
         rope_type="yarn",
         factor=4.0,

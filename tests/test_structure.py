@@ -399,7 +399,10 @@ def test_page_is_titled_small_executed_and_clean(path):
     assert output_faults(notebook) == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/teaching.md"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_link_only_to_what_exists(name):
     assert dead_links((ROOT / name).read_text(encoding="utf-8"), (ROOT / name).parent) == []
 

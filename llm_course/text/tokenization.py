@@ -458,6 +458,13 @@ def _read_tables(state: Any) -> _Tables:
         raise ValueError("it holds no BPE model")
     return merges_from_tokens(model["vocab"], model["merges"])
 
+
+def _escaped(data: bytes) -> str:
+    """`data` as text in which invalid bytes are lone surrogates; ValueError for anything else."""
+    if not isinstance(data, bytes):
+        raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
+    return data.decode("utf-8", "surrogateescape")
+
 # %% ../../nbs/01b_tokenization.ipynb #42c04bfd
 class ByteBPETokenizer(BaseTokenizer):
     """Byte-level BPE in plain Python with GPT-2's pattern; it encodes any bytes without loss.
@@ -532,9 +539,7 @@ class ByteBPETokenizer(BaseTokenizer):
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the ids of any bytes, valid UTF-8 or not, all of them encoded as ordinary text."""
-        if not isinstance(data, bytes):
-            raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
-        return self._encode_ordinary(data.decode("utf-8", "surrogateescape"))
+        return self._encode_ordinary(_escaped(data))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`; raises the errors of `decode`."""
@@ -601,7 +606,7 @@ def _read_with_library(text: str) -> Tokenizer:
     except Exception as error:  # the library raises no finer class
         raise ValueError(f"the library cannot read it: {error!r}") from None
 
-
+# %% ../../nbs/01b_tokenization.ipynb #5b1e4ac7
 def _byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
     if tokenizer.normalizer is not None:

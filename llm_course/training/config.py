@@ -210,7 +210,11 @@ class DistributedConfig:
     Attributes:
         world_size: processes to start on this machine; leave it at 1 under torchrun, which starts
             them itself.
-        strategy: ddp keeps the whole model in each process, fsdp a share of it.
+        strategy: ddp keeps the whole model in each process, fsdp a share of it; tp divides each
+            matrix and pp the stack of layers. A pair such as ddp+tp combines both.
+        model_parallel_size: with tp or pp, how many processes share a model; null means all of
+            them. In a pair, groups of this size are trained data parallel.
+        micro_batches: with pp, how many parts of a batch pass through the stages one after another.
         backend: auto takes nccl on CUDA, with gloo for tensors on the CPU, and gloo elsewhere.
         cpu_offload: with fsdp, keep the parameters that are not in use in main memory.
         timeout: seconds that a process waits for the others before it gives up.
@@ -219,7 +223,9 @@ class DistributedConfig:
     """
 
     world_size: int = bounded(1, "(0, inf)")
-    strategy: Literal["ddp", "fsdp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "tp", "pp", "ddp+tp", "fsdp+tp", "ddp+pp"] = "ddp"
+    model_parallel_size: int | None = bounded(None, "[2, inf)")
+    micro_batches: int = bounded(4, "(0, inf)")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     cpu_offload: bool = False
     timeout: float = bounded(600.0, "(0, inf)")
@@ -228,11 +234,31 @@ class DistributedConfig:
 
     def __post_init__(self) -> None:
         _check_section("distributed", self)
-        if self.cpu_offload and self.strategy != "fsdp":
+        if self.cpu_offload and not self.strategy.startswith("fsdp"):
             raise ValueError(
-                "distributed.cpu_offload=True needs distributed.strategy=fsdp: ddp has nothing to"
-                " offload"
+                "distributed.cpu_offload=True needs distributed.strategy=fsdp:"
+                f" {self.strategy} has nothing to offload"
             )
+        size = self.model_parallel_size
+        if size is not None and not self.divides_model:
+            raise ValueError(
+                f"distributed.model_parallel_size={size} needs tp or pp in distributed.strategy:"
+                f" {self.strategy} does not divide the computation"
+            )
+        if size is None and self.divides_model and "+" in self.strategy:
+            raise ValueError(
+                f"distributed.strategy={self.strategy} needs distributed.model_parallel_size:"
+                " how many processes share a model"
+            )
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether several processes compute one model together, by tp or pp."""
+        return self.strategy.endswith(("tp", "pp"))
+
+    def group_size(self, world_size: int) -> int:
+        """How many of `world_size` processes share one model, and read the same rows."""
+        return (self.model_parallel_size or world_size) if self.divides_model else 1
 
 
 @dataclass(kw_only=True)
@@ -297,7 +323,8 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
     """The rules that join two keys: whether each is broken, what clashes, and the way out."""
     training = config.training
     distributed = config.distributed
-    fsdp = distributed.strategy == "fsdp"
+    strategy = distributed.strategy
+    shared = strategy != "ddp"
     length = config.data.sequence_length
     longest = config.model.max_position_embeddings
     rate = config.optimization.router_bias_rate
@@ -310,18 +337,18 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
         "lower the first or raise the second",
     )
     yield (
-        fsdp and training.precision == "fp16",
-        "training.precision=fp16 does not go with distributed.strategy=fsdp",
+        shared and training.precision == "fp16",
+        f"training.precision=fp16 does not go with distributed.strategy={strategy}",
         "use ddp, or bf16",
     )
     yield (
-        fsdp and config.optimization.optimizer == "muon",
-        "optimization.optimizer=muon does not go with distributed.strategy=fsdp",
+        shared and not strategy.endswith("pp") and config.optimization.optimizer == "muon",
+        f"optimization.optimizer=muon does not go with distributed.strategy={strategy}",
         "use ddp, or adamw",
     )
     yield (
-        fsdp and training.compile,
-        "training.compile=True does not go with distributed.strategy=fsdp",
+        shared and training.compile,
+        f"training.compile=True does not go with distributed.strategy={strategy}",
         "use ddp, or leave it out",
     )
     yield (
@@ -330,14 +357,32 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
         "use gloo",
     )
     yield (
-        fsdp and interval is not None,
-        f"logging.sample_interval={interval} does not go with distributed.strategy=fsdp",
+        shared and interval is not None,
+        f"logging.sample_interval={interval} does not go with distributed.strategy={strategy}",
         "no process has the whole model; use ddp, or null",
     )
     yield (
         rate > 0 and not config.model.use_moe,
         f"optimization.router_bias_rate={rate} needs model.use_moe=True",
         "without experts there is no router; set it to 0",
+    )
+    yield from _undivided(config)
+
+
+def _undivided(config: "Config") -> Iterator[tuple[object, str, str]]:
+    """The rules for models whose computation cannot be divided by tp or pp."""
+    strategy = config.distributed.strategy
+    divides = config.distributed.divides_model
+    depth = config.model.num_mtp_layers
+    yield (
+        divides and config.model.use_moe,
+        f"model.use_moe=True does not go with distributed.strategy={strategy}",
+        "experts are not divided; take ddp or fsdp",
+    )
+    yield (
+        divides and depth,
+        f"model.num_mtp_layers={depth} does not go with distributed.strategy={strategy}",
+        "take ddp or fsdp, or set it to 0",
     )
 
 # %% ../../nbs/12a_config.ipynb #60609c60

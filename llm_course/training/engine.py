@@ -347,6 +347,7 @@ class GradientWindow:
     ) -> WindowTotals:
         """Leave the clipped gradient of the mean over all targets in `.grad`."""
         loss_sum, num_targets = map(self.runtime.sum, self.accumulate(micro_batches))
+        self.runtime.sync_gradients(self.model)
         self.forward.mixed_precision.scaler.unscale_(optimizer)
         norm = self.mean_and_clip(num_targets)
         # the step's one wait for the device
@@ -374,12 +375,12 @@ class GradientWindow:
         Returns their norm before clipping.
         """
         # the runtime's backward has averaged over ranks
-        divisor = num_targets.clamp(min=1) / self.runtime.world_size
+        divisor = num_targets.clamp(min=1) / self.runtime.data_world_size
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             gradient = cast(Tensor, parameter.grad)
             gradient.div_(divisor.to(gradient.device))
-        return self.runtime.whole(nn.utils.clip_grad_norm_(parameters, self.max_norm))
+        return self.runtime.clip(parameters, self.max_norm)
 
 # %% ../../nbs/14b_engine.ipynb #4c2fb733
 def batch_teller(engine: "TrainingEngine") -> Callable[[int, StepOutput], None] | None:
@@ -433,14 +434,14 @@ class Epoch:
     ):
         self.number = state.epoch
         self.position = state.batch
-        self.rank = runtime.rank
+        self.rank = runtime.data_rank
         self.accumulation = accumulation
         self.targets_before = state.targets
         self.loader = data.train_dataloader(
             epoch=state.epoch,
             position=state.batch,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
+            rank=runtime.data_rank,
+            world_size=runtime.data_world_size,
         )
         self.num_batches = state.batch + len(self.loader)
         if not len(self.loader):
@@ -490,10 +491,10 @@ def prepare_data(
     ValueError where the data or the number of processes differs from those of `state`.
     """
     allow_changes = config.checkpoint.allow_changes
-    if state is not None and not allow_changes and state["world_size"] != runtime.world_size:
+    if state is not None and not allow_changes and state["world_size"] != runtime.data_world_size:
         raise ValueError(
             f"the run was trained by {state['world_size']} processes and now there are"
-            f" {runtime.world_size}: start as many, or set checkpoint.allow_changes=true to go"
+            f" {runtime.data_world_size}: start as many, or set checkpoint.allow_changes=true to go"
             " on from the next epoch"
         )
     # other text may be allowed, but no other tokens than the weights have learned
@@ -555,10 +556,10 @@ def capture_state(engine: "StepEngine") -> dict[str, Any]:
         "scaler": engine.scaler.state_dict(),
         "state": asdict(engine.state),
         "metrics": engine.metrics,
-        "rng": {str(rank): state for rank, state in enumerate(runtime.gather(rng_state()))},
+        "rng": {str(rank): rng for rank, rng in runtime.gather((runtime.seed_rank, rng_state()))},
         "callbacks": engine.callbacks.state_dict(),
         "data": engine.data.fingerprint(),
-        "world_size": runtime.world_size,
+        "world_size": runtime.data_world_size,
     }
 
 # %% ../../nbs/14b_engine.ipynb #70c701b7
@@ -570,9 +571,9 @@ def restore_state(engine: "StepEngine", state: dict[str, Any]) -> None:
     """
     runtime = engine.runtime
     progress = TrainState(**state["state"])
-    rng = state["rng"].get(str(runtime.rank))
+    rng = state["rng"].get(str(runtime.seed_rank))
     try:
-        now = engine.data.fingerprint() | {"world_size": runtime.world_size}
+        now = engine.data.fingerprint() | {"world_size": runtime.data_world_size}
         check_same_data(state["data"] | {"world_size": state["world_size"]}, now)
     except ValueError as error:
         if not engine.config.checkpoint.allow_changes:
@@ -648,7 +649,7 @@ class StepEngine:
         self.model = self.task.build_model(self.data).to(self.device)
         self.runtime.shard(self.model, bf16=self.precision == "bf16")
         self.optimizer = self.task.build_optimizer(self.model)
-        self.max_steps = run_length(self.config, self.data, world_size=self.runtime.world_size)
+        self.max_steps = run_length(self.config, self.data, world_size=self.runtime.data_world_size)
         self.scheduler = self.task.build_scheduler(self.optimizer, max_steps=self.max_steps)
 
         mixed_precision = MixedPrecision(self.precision, self.device)
@@ -659,8 +660,8 @@ class StepEngine:
         self.window = GradientWindow(
             self.forward, self.model, self.train_model, self.runtime, training.max_grad_norm
         )
-        if self.runtime.rank:
-            seed_everything(training.seed + self.runtime.rank)  # dropout differs between ranks
+        if self.runtime.seed_rank:  # dropout differs between ranks
+            seed_everything(training.seed + self.runtime.seed_rank)
         if state is not None:
             self.load_state_dict(state)
         self.is_set_up = True
@@ -777,7 +778,7 @@ class TrainingEngine(StepEngine):
         self.callbacks.call("on_validation_start", self)
         self.eval_model.eval()
         loader = self.data.val_dataloader(
-            rank=self.runtime.rank, world_size=self.runtime.world_size
+            rank=self.runtime.data_rank, world_size=self.runtime.data_world_size
         )
         outputs = [self.forward("validation_step", self.eval_model, batch) for batch in loader]
         loss = mean_loss(outputs, runtime=self.runtime, device=self.device)

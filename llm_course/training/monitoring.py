@@ -281,7 +281,9 @@ def estimate_run(config: Config) -> RunEstimate:
     model = dataclasses.replace(
         config.model, vocab_size=config.model.vocab_size or config.data.vocab_size
     )
-    config, world_size = dataclasses.replace(config, model=model), config.distributed.world_size
+    config = dataclasses.replace(config, model=model)
+    world_size = config.distributed.world_size  # processes that read different rows
+    world_size //= config.distributed.group_size(world_size)
     train_rows, val_rows = _text_rows(config)
     steps = planned_steps(config, num_items=train_rows, world_size=world_size)
     device = resolve_device(training.device)

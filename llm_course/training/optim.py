@@ -227,7 +227,8 @@ def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
     ]
     return Muon(
         [group for group in groups if group["params"]],
-        dtype=muon_dtype(inner[0].device),
+        # of a pipeline's stage, the other stages' parameters are on the meta device
+        dtype=muon_dtype(next((p for p in inner if not p.is_meta), inner[0]).device),
         **settings,
     )
 

@@ -50,10 +50,11 @@ from llm_course.training.checkpointing import (
     load_checkpoint,
 )
 from .config import Config
-from .distributed import DistributedManager, launch
+from .distributed import launch
 from .engine import Callback, TrainingEngine, validation_metrics
 from .logging import Logger
 from .monitoring import PerformanceMonitor
+from .parallel import build_manager, check_division
 from .runtime import Runtime
 from .signals import GracefulStop
 from .sources import read_config, save_config
@@ -471,8 +472,9 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
     vocab_size = config.model.vocab_size or min(config.data.vocab_size, 256)
     shape = replace(config.model, vocab_size=vocab_size)
     needed = _needed_memory(config, shape)
-    if config.distributed.strategy != "ddp":  # each process has a share
-        needed //= runtime.world_size
+    # each process has a share, or each of those that see the same data
+    is_sharded = config.distributed.strategy.startswith("fsdp")
+    needed //= runtime.world_size // (1 if is_sharded else runtime.data_world_size)
     if home.type == "cpu":  # which the processes of one machine have in common
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
     if there is not None and needed > there:
@@ -489,6 +491,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
     run_dir = Path(config.run_dir)
     logger = Logger(rank=runtime.rank, file=config.log_dir / "log.txt", level=config.logging.level)
     config, initial = begin_with(config)
+    check_division(config, runtime.world_size)
     _check_memory(config, runtime)
     task = find_task(config.task)(config)
     manager = CheckpointManager(
@@ -558,16 +561,16 @@ def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:
             master_addr=config.distributed.master_addr,
             master_port=config.distributed.master_port,
         )
-    if config.distributed.strategy == "fsdp":
+    if config.distributed.strategy != "ddp":
         raise ValueError(
-            "distributed.strategy=fsdp needs several processes: set distributed.world_size, or use"
-            " torchrun"
+            f"distributed.strategy={config.distributed.strategy} needs several processes: set"
+            " distributed.world_size, or use torchrun"
         )
     return _train(config, Runtime(), resume=resume)
 
 
 def _train_in_rank(config: Config, resume: bool | str) -> RunResult:
-    with DistributedManager(config.distributed, device=config.training.device) as runtime:
+    with build_manager(config.distributed, device=config.training.device) as runtime:
         return _train(config, runtime, resume=resume)
 
 # %% ../../nbs/19a_training.ipynb #c445890a

@@ -7,6 +7,7 @@ __all__ = ['unwrap', 'seed_everything', 'rng_state', 'set_rng_state', 'Runtime']
 
 # %% ../../nbs/14a_runtime.ipynb #1201daa1
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -95,12 +96,27 @@ class Runtime:
         """Whether this process prints and writes for all."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this process reads: another one for each process."""
+        return self.rank
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many parts the data is read; processes that share a model read the same."""
+        return self.world_size
+
+    @property
+    def seed_rank(self) -> int:
+        """Processes of one number draw the same dropout."""
+        return self.rank
+
     def device(self, name: str) -> torch.device:
         """The device that `name` means in this process, as `resolve_device` finds it."""
         return resolve_device(name)
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
-        """Split every parameter over the processes, if the strategy says so.
+        """Split the parameters or the computation over the processes, if the strategy says so.
 
         Call it before the optimizer is built. `bf16` says whether they compute in bfloat16.
         """
@@ -113,8 +129,15 @@ class Runtime:
         """A context in which backward adds up gradients without averaging them yet."""
         return nullcontext()
 
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Average the gradients that backward has not averaged, once for each optimizer step."""
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm`; returns their norm before that."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the tensors of all processes."""
+        """The sum of the tensors of all processes, or of one for each part of the data."""
         return tensor
 
     def any(self, flag: bool) -> bool:
@@ -127,10 +150,6 @@ class Runtime:
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank."""
         return [value]
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The full tensor, where it may be spread over the processes."""
-        return tensor
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers by name, whole on the main process."""
