@@ -389,15 +389,18 @@ class HeadProjections(nn.Module):
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
         self.rotary_dim = _rotary_dim(rotary_dim, head_dim)
         check_choice(("head", "projection"), qk_norm_over=qk_norm_over)
-        # the rows of q and k that are normalised, and how many numbers each has
-        self.normed_shapes = tuple(
-            (heads, head_dim) if qk_norm_over == "head" else (1, heads * head_dim)
-            for heads in (num_heads, num_kv_heads)
-        )
+        self.qk_norm_over = qk_norm_over
         self.q_norm, self.k_norm = (
             RMSNorm(size, eps=rms_norm_eps) if qk_norm else nn.Identity()
-            for _, size in self.normed_shapes
+            for _, size in self.normed_shapes()
         )
+
+    def normed_shapes(self) -> list[tuple[int, int]]:
+        """For queries and for keys: how many rows are normalised, and how many numbers each has."""
+        counts = (self.num_heads, self.num_kv_heads)
+        if self.qk_norm_over == "head":
+            return [(count, self.head_dim) for count in counts]
+        return [(1, count * self.head_dim) for count in counts]
 
     def project(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
@@ -409,7 +412,7 @@ class HeadProjections(nn.Module):
         """
         check_shape("x", x, (None, None, self.hidden_size), "(B, T, C)")
         B, T, _ = x.shape
-        q_shape, k_shape = self.normed_shapes
+        q_shape, k_shape = self.normed_shapes()
         q = self.q_norm(self.q_proj(x).view(B, T, *q_shape))
         k = self.k_norm(self.k_proj(x).view(B, T, *k_shape))
         v = self.v_proj(x)
