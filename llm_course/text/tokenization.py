@@ -432,6 +432,13 @@ def _byte_level(model: models.BPE, special_tokens: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
+def _text_of(data: bytes) -> str:
+    """Decode UTF-8, with lone surrogates for invalid bytes; ValueError unless `data` is bytes."""
+    if not isinstance(data, bytes):
+        raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
+    return data.decode("utf-8", "surrogateescape")
+
+
 def _warn_if_too_small(found: int, vocab_size: int) -> None:
     if found < vocab_size:
         warnings.warn(
@@ -457,13 +464,6 @@ def _read_tables(state: Any) -> _Tables:
     if not isinstance(model, dict) or not {"vocab", "merges"} <= model.keys():
         raise ValueError("it holds no BPE model")
     return merges_from_tokens(model["vocab"], model["merges"])
-
-
-def _escaped(data: bytes) -> str:
-    """`data` as text in which invalid bytes are lone surrogates; ValueError for anything else."""
-    if not isinstance(data, bytes):
-        raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
-    return data.decode("utf-8", "surrogateescape")
 
 # %% ../../nbs/01b_tokenization.ipynb #42c04bfd
 class ByteBPETokenizer(BaseTokenizer):
@@ -539,7 +539,7 @@ class ByteBPETokenizer(BaseTokenizer):
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the ids of any bytes, valid UTF-8 or not, all of them encoded as ordinary text."""
-        return self._encode_ordinary(_escaped(data))
+        return self._encode_ordinary(_text_of(data))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`; raises the errors of `decode`."""

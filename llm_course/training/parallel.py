@@ -70,7 +70,7 @@ def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]
         }
         yield (
             model.qk_norm and model.qk_norm_over == "projection",
-            "model.qk_norm_over=projection normalises all heads together, and each process has some",
+            "model.qk_norm_over=projection normalizes over all heads, and each process has some",
             f"take {strategy.replace('tp', 'pp')} or fsdp",
         )
         for name, value in sizes.items():
