@@ -783,7 +783,7 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: cubic, factor: 2}}",
         {},
-        "rope_scaling.rope_type=cubic must be linear or llama3",
+        "rope_scaling.rope_type=cubic must be linear or dynamic or llama3",
     ),
     (
         [],
@@ -798,7 +798,7 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: linear, factor: 0.5}}",
         {},
-        "model.rope_scaling.factor=0.5 must be a finite",
+        "model.rope_scaling.factor=0.5 must be finite and at least 1",
     ),
     (
         [],

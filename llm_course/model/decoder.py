@@ -367,9 +367,8 @@ class DecoderModel(TiedModel):
         context = block_context(*rotary, position_ids, attention_mask, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x, stats = run_blocks(
-            self.layers, x, context, cache=cache, recompute=recompute, states=states
-        )
+        how: dict[str, Any] = dict(cache=cache, recompute=recompute, states=states)
+        x, stats = run_blocks(self.layers, x, context, **how)
         hidden_states = None if states is None else (*states, self.norm(x))
         aux_loss, load = router_totals(stats, x)
         if labels is None:

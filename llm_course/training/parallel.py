@@ -66,6 +66,7 @@ def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]
             "num_heads": model.num_heads,
             "num_kv_heads": model.num_kv_heads or model.num_heads,
             "intermediate_size": model.resolved_intermediate_size,
+            "dense_intermediate_size": model.resolved_dense_size,
         }
         for name, value in sizes.items():
             yield (
@@ -330,10 +331,10 @@ class Stage(nn.Module):
         model = self.model
         position_ids = torch.arange(x.shape[1], device=x.device)
         recompute = model.activation_checkpointing and torch.is_grad_enabled()
+        rotary = (model.rotary, model.sliding_rotary)
         with self.autocast:
             if self.is_first:
                 x = model.embedding(x, position_ids)  # (B, T) -> (B, T, C)
-            rotary = (model.rotary, model.sliding_rotary)
             context = block_context(*rotary, position_ids, None, document_ids)
             return run_blocks(self.layers, x, context, cache=None, recompute=recompute)[0]
 

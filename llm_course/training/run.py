@@ -472,6 +472,7 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
     vocab_size = config.model.vocab_size or min(config.data.vocab_size, 256)
     shape = replace(config.model, vocab_size=vocab_size)
     needed = _needed_memory(config, shape)
+    # each process has a share, or each of those that see the same data
     is_sharded = config.distributed.strategy.startswith("fsdp")
     needed //= runtime.world_size // (1 if is_sharded else runtime.data_world_size)
     if home.type == "cpu":  # which the processes of one machine have in common
