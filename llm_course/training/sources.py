@@ -141,6 +141,60 @@ def _at(place: str) -> Iterator[None]:
     except (ValueError, OverflowError, OSError, yaml.YAMLError) as error:
         raise ValueError(f"{place}: {error}") from None
 
+# %% ../../nbs/12b_config_sources.ipynb #743c8a81
+def _checked(key: str, value: Any, shown: Any) -> Any:
+    """`value` as the field of `key` holds it.
+
+    ValueError where it doesn't fit; `shown` is what was written, for the message.
+    """
+    field = _FIELDS[_ALIASES.get(key, key)]
+    if float in _options(key) and isinstance(value, str | int) and not isinstance(value, bool):
+        with suppress(ValueError):
+            value = float(value)  # 5e-4 is a text by YAML's rules
+    if not fits_type(value, field.type):
+        hint = ""
+        if str in _options(key):
+            hint = f": in quotes it is a text, without them YAML reads {value!r}"
+        if key == "callbacks":
+            hint = ": their arguments are numbers, texts, true, false, null, or lists of these"
+        raise ValueError(f"{key}={shown} must be {type_in_words(field.type)}{hint}")
+    interval = field.metadata.get("range")
+    if interval and isinstance(value, Real) and not in_range(value, interval):
+        raise ValueError(f"{key}={shown} must be {range_in_words(interval)}")
+    return value
+
+# %% ../../nbs/12b_config_sources.ipynb #text01
+def _from_text(key: str, text: str) -> list[Setting]:
+    """What a word, a variable or a quoted text says about `key`."""
+    _check_key(key)
+    if key in _SECTIONS:
+        first = next(other for other in _TYPES if other.startswith(f"{key}."))
+        raise ValueError(f"{key!r} is a section; set its keys one by one, such as {first}")
+    options = _options(key)
+    if text in NULLS and NoneType in options:
+        return [(key, None)]
+    value: Any = text
+    is_list = text.startswith("[") and any(get_origin(option) is list for option in options)
+    if is_list or str not in options:
+        with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a text
+            value = _StrictLoader(text).get_single_data()
+    if value is None and NoneType in options:
+        raise ValueError(f"{key}={text!r} is nothing in YAML: write null if you mean that")
+    if isinstance(value, dict) and any(map(is_dataclass, options)):
+        parts = (_from_value(f"{key}.{name}", part, part) for name, part in value.items())
+        return [setting for part in parts for setting in part]
+    return [(key, _checked(key, value, text or "''"))]
+
+
+def _from_value(key: str, value: Any, shown: Any) -> list[Setting]:
+    """What a value that YAML has read says about `key`."""
+    _check_key(key)
+    if key in _SECTIONS:
+        raise ValueError(f"{key}={shown} must hold keys and values of its own")
+    if isinstance(value, str) and (value in NULLS or str not in _options(key)):
+        return _from_text(key, value)
+    return [(key, _checked(key, value, shown))]
+
 # %% ../../nbs/12b_config_sources.ipynb #0fc14d59
 def _from_node(loader: _StrictLoader, node: yaml.Node, key: str = "") -> Iterator[Setting]:
     """The settings in a part of a file, whose `key` is empty for all of it."""
@@ -218,59 +272,26 @@ def _from_environment() -> list[Setting]:
     with _at("environment"):
         return _by_one_name(settings)
 
-# %% ../../nbs/12b_config_sources.ipynb #743c8a81
-def _checked(key: str, value: Any, shown: Any) -> Any:
-    """`value` as the field of `key` holds it.
-
-    ValueError where it doesn't fit; `shown` is what was written, for the message.
-    """
-    field = _FIELDS[_ALIASES.get(key, key)]
-    if float in _options(key) and isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError):
-            value = float(value)  # 5e-4 is a text by YAML's rules
-    if not fits_type(value, field.type):
-        hint = ""
-        if str in _options(key):
-            hint = f": in quotes it is a text, without them YAML reads {value!r}"
-        if key == "callbacks":
-            hint = ": their arguments are numbers, texts, true, false, null, or lists of these"
-        raise ValueError(f"{key}={shown} must be {type_in_words(field.type)}{hint}")
-    interval = field.metadata.get("range")
-    if interval and isinstance(value, Real) and not in_range(value, interval):
-        raise ValueError(f"{key}={shown} must be {range_in_words(interval)}")
-    return value
-
-# %% ../../nbs/12b_config_sources.ipynb #text01
-def _from_text(key: str, text: str) -> list[Setting]:
-    """What a word, a variable or a quoted text says about `key`."""
-    _check_key(key)
-    if key in _SECTIONS:
-        first = next(other for other in _TYPES if other.startswith(f"{key}."))
-        raise ValueError(f"{key!r} is a section; set its keys one by one, such as {first}")
-    options = _options(key)
-    if text in NULLS and NoneType in options:
-        return [(key, None)]
-    value: Any = text
-    is_list = text.startswith("[") and any(get_origin(option) is list for option in options)
-    if is_list or str not in options:
-        with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a text
-            value = _StrictLoader(text).get_single_data()
-    if value is None and NoneType in options:
-        raise ValueError(f"{key}={text!r} is nothing in YAML: write null if you mean that")
-    if isinstance(value, dict) and any(map(is_dataclass, options)):
-        parts = (_from_value(f"{key}.{name}", part, part) for name, part in value.items())
-        return [setting for part in parts for setting in part]
-    return [(key, _checked(key, value, text or "''"))]
-
-
-def _from_value(key: str, value: Any, shown: Any) -> list[Setting]:
-    """What a value that YAML has read says about `key`."""
-    _check_key(key)
-    if key in _SECTIONS:
-        raise ValueError(f"{key}={shown} must hold keys and values of its own")
-    if isinstance(value, str) and (value in NULLS or str not in _options(key)):
-        return _from_text(key, value)
-    return [(key, _checked(key, value, shown))]
+# %% ../../nbs/12b_config_sources.ipynb #91679e6b
+def _options_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The name and the value of each option: `--run-dir a` and `--run_dir=a` are the same."""
+    left = ["--help" if word == "-h" else word for word in words]
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r} is not an option: write --key value")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if equals or name in ("help", "print_config"):
+            yield name, value
+        elif left and not left[0].startswith("--"):
+            yield name, left.pop(0)
+        elif name == "resume":
+            yield name, ""
+        else:
+            if name != "config":
+                _check_key(name)
+            raise ValueError(f"--{name} needs a value; one that begins with -- follows a =")
 
 # %% ../../nbs/12b_config_sources.ipynb #ec9ecfce
 def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
@@ -292,27 +313,6 @@ def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
     except ValueError as error:
         message = str(error)
         raise ValueError(message if message.startswith(path) else path + message) from None
-
-# %% ../../nbs/12b_config_sources.ipynb #91679e6b
-def _options_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The name and the value of each option: `--run-dir a` and `--run_dir=a` are the same."""
-    left = ["--help" if word == "-h" else word for word in words]
-    while left:
-        word = left.pop(0)
-        if not word.startswith("--"):
-            raise ValueError(f"{word!r} is not an option: write --key value")
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if equals or name in ("help", "print_config"):
-            yield name, value
-        elif left and not left[0].startswith("--"):
-            yield name, left.pop(0)
-        elif name == "resume":
-            yield name, ""
-        else:
-            if name != "config":
-                _check_key(name)
-            raise ValueError(f"--{name} needs a value; one that begins with -- follows a =")
 
 # %% ../../nbs/12b_config_sources.ipynb #f30095e1
 def load_config(
