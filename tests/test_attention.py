@@ -14,16 +14,11 @@ from hypothesis import strategies as st
 from plain_cache import Cache
 from torch.testing import assert_close
 
-from llm_course.model.attention import (
-    MultiHeadAttention,
-    attention_weights,
-    causal_mask,
-    document_mask,
-    padding_mask,
-    scaled_dot_product_attention,
-)
+from llm_course.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from llm_course.model.attention_weights import attention_weights
 from llm_course.model.embedding import RotaryEmbedding
 from llm_course.model.kernels import attention as kernels
+from llm_course.model.masks import causal_mask, document_mask, padding_mask
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sizes = st.integers(1, 7)
