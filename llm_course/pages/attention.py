@@ -35,14 +35,16 @@ def text_of(ids: Tensor) -> str:
 
 def draw_meanings(before: Sequence[float], after: Mapping[str, Sequence[float]]) -> None:
     """An arrow from one vector to each of those that it becomes, in the plane of two meanings."""
+    start = (float(before[0]), float(before[1]))
     plt.figure(figsize=(4, 3.4))
-    plt.plot(*before, "o", color="tab:gray")
-    plt.annotate("bank, alone", before, (7, 7), textcoords="offset points")
-    for (name, end), color in zip(after.items(), ("tab:blue", "tab:orange"), strict=True):
-        above = end[1] > before[1]
-        plt.annotate("", end, before, arrowprops={"arrowstyle": "->", "color": color})
+    plt.plot(*start, "o", color="tab:gray")
+    plt.annotate("bank, alone", start, (7, 7), textcoords="offset points")
+    for (name, vector), color in zip(after.items(), ("tab:blue", "tab:orange"), strict=True):
+        end = (float(vector[0]), float(vector[1]))
+        plt.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
         plt.plot(*end, "o", color=color)
-        plt.annotate(name, end, (-28, 9 if above else -17), textcoords="offset points")
+        away = 9 if end[1] > start[1] else -17
+        plt.annotate(name, end, (-28, away), textcoords="offset points")
     plt.xlabel("water")
     plt.ylabel("money")
     plt.xlim(-0.5, 8.5)
@@ -146,7 +148,8 @@ def llama_attention(**sizes: int) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    return LlamaAttention(LlamaConfig(**sizes, attn_implementation="sdpa"), layer_idx=0)
+    options: dict[str, Any] = {"attn_implementation": "sdpa", **sizes}
+    return LlamaAttention(LlamaConfig(**options), layer_idx=0)
 
 
 # ------------------------------------------------------------------------------ a model that copies
