@@ -5,9 +5,12 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+BROWSERS := chromium chromium-browser google-chrome
+INSTALL_CHROMIUM = $(if $(filter 0,$(shell id -u)),,sudo -n) apt-get install --yes --quiet chromium
+
 HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's copy of the course has no solutions
 
-.PHONY: help init train test lint format lab export exercises student grade grade-all bench bench-full clean
+.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -25,10 +28,18 @@ lint: $(VENV)/.dev  ## Check style and types alone
 	$(BIN)/python scripts/check.py lint types
 
 format: $(VENV)/.dev  ## Lay out notebooks and code
-	$(BIN)/ruff format nbs solutions tests scripts benchmarks conftest.py
+	$(BIN)/ruff format nbs solutions tests scripts benchmarks docs lab conftest.py
 
 lab: $(VENV)/.dev $(HANDED_OUT)  ## Open the course in JupyterLab, with the exercises that its pages lead to
-	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/nbs/index.ipynb
+	JUPYTER_CONFIG_PATH="$(CURDIR)/lab" $(BIN)/jupyter-lab
+
+docs: $(VENV)/.dev  ## Build the site from the stored pages: _docs/html/index.html
+	$(BIN)/python scripts/check.py docs
+
+browser: $(VENV)/.dev  ## See the course and the site in Chromium, as a student does
+	@$(foreach name,$(BROWSERS),command -v $(name) > /dev/null ||) $(INSTALL_CHROMIUM) || \
+	  { echo "Install Chromium or Chrome, so that one of these starts: $(BROWSERS)"; exit 1; }
+	$(BIN)/python scripts/check.py docs browser
 
 export: $(VENV)/.dev  ## Write llm_course/ from the notebooks, and clean the notebooks
 	$(BIN)/nbdev_export
@@ -41,8 +52,17 @@ exercises: $(VENV)/.dev  ## Write the student versions of the exercises to exerc
 student: $(VENV)/.dev  ## Write all that students need, and no solutions: make student DIR=FOLDER
 	$(BIN)/python scripts/exercises.py student "$(DIR)"
 
-grade: $(VENV)/.dev  ## Grade what came back, FOLDER/STUDENT/NN_name.ipynb: make grade DIR=FOLDER
+grade: $(VENV)/.dev  ## Grade what came back, FOLDER/STUDENT/NN_name.ipynb or an archive of Moodle or Canvas: make grade DIR=FOLDER
 	$(BIN)/python scripts/exercises.py grade "$(DIR)"
+
+formgrader: $(VENV)/.dev  ## Grade written answers by hand, after `make grade`
+	cd _nbgrader && ../$(BIN)/jupyter-lab --LabApp.default_url=/formgrader
+
+feedback: $(VENV)/.dev  ## Write grades and feedback again, after `make formgrader`
+	$(BIN)/python scripts/exercises.py feedback
+
+similar: $(VENV)/.dev  ## List answers that resemble each other: make similar DIR=FOLDER
+	$(BIN)/python scripts/exercises.py similar "$(DIR)"
 
 grade-all: $(VENV)/.dev  ## Grade a right, a blank and a wrong copy of every exercise, and every attack on the grader
 	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
@@ -52,6 +72,11 @@ bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few mi
 
 bench-full: $(VENV)/.dev  ## The same with more rounds
 	$(BIN)/python -m benchmarks --full
+
+release: $(VENV)/.dev  ## Build the wheel and the source distribution, as a tag does: dist/
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean:  ## Remove .venv and everything generated, but not runs/
 	rm -rf $(VENV) build dist _docs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,22 +34,31 @@ COMMANDS = {
         "let a trained model continue a text",
         "llm_course.commands.generate:generate_command",
     ),
+    "chat": (
+        "talk with a model that was taught to answer",
+        "llm_course.commands.chat:chat_command",
+    ),
+    "export": (
+        "write a model for Hugging Face or llama.cpp",
+        "llm_course.commands.export:export_command",
+    ),
     "estimate": (
         "say what a run will cost before it starts",
         "llm_course.commands.estimate:estimate_command",
     ),
     "doctor": (
-        "check what this machine has and whether it computes right",
+        "check what this machine has and whether it computes correctly",
         "llm_course.commands.doctor:doctor_command",
     ),
 }
 
 # %% ../nbs/19g_command.ipynb #c61bfcd4
 def _is_ours(error: BaseException) -> bool:
-    """Whether the package itself refused something, so that its words suffice; a bug elsewhere
-    shows its place as well.
+    """Whether the package itself refused something, so that the message alone suffices.
+
+    A bug elsewhere is shown with its traceback.
     """
-    # the words of most name a file; those of a broken pipe name nothing
+    # most OSErrors name a file in their message; a broken pipe names nothing
     if isinstance(error, OSError):
         return not isinstance(error, BrokenPipeError)
     frames = [
@@ -59,7 +68,7 @@ def _is_ours(error: BaseException) -> bool:
 
 # %% ../nbs/19g_command.ipynb #420d22c0
 def _run(words: Sequence[str]) -> Any:
-    """Find the command, hand it the rest of the line, and return its status."""
+    """Find the command, pass it the rest of the line, and return its exit status."""
     if not words or words[0] in ("-h", "--help"):
         print("usage: llm-course COMMAND ...   (llm-course COMMAND --help tells more)\n")
         print("\n".join(f"  {name:10} {help}" for name, (help, _) in COMMANDS.items()))
@@ -84,34 +93,34 @@ def _reader_has_gone() -> bool:
     for stream in (sys.stdout, sys.stderr):
         try:
             poll = select.poll()
-            # an error is told whatever one asks for; macOS wants this
+            # errors are reported whatever the mask; macOS needs this one
             poll.register(stream.fileno(), select.POLLRDBAND)
             if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
                 return True
-        # a notebook's or a test's stream may have no number to ask by
+        # the stream of a notebook or a test may have no file descriptor
         except (AttributeError, OSError, ValueError):
             pass
-    return not hasattr(select, "poll")  # Windows has none: take it for the reader, the usual reason
+    return not hasattr(select, "poll")  # on Windows assume so: it is the usual reason
 
 # %% ../nbs/19g_command.ipynb #2040d3b4
 def _tell_torchrun(message: str) -> None:
-    """Leave an error where torchrun looks for the cause of a failure, if it has started us."""
+    """Write an error where torchrun looks for the cause of a failure, if it has started us."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         note = {"message": message, "timestamp": int(time.time())}
-        with suppress(OSError):  # the error itself has been told already
+        with suppress(OSError):  # the error itself has been printed already
             Path(file).write_text(json.dumps(note), encoding="utf-8")
 
 # %% ../nbs/19g_command.ipynb #b814b6a5
 def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The function's result, or the exit status for what it raised, after a line on stderr."""
+    """The function's result; or, after a line on stderr, the exit status for what it raised."""
     try:
         return function(*arguments, **options)
     except SystemExit as end:  # how argparse ends: 0 after its help, 2 after words that it refuses
         return end.code
     except (ValueError, OSError, FloatingPointError) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            # the reader of our output had enough: end as a program does that SIGPIPE ends
+            # whoever read our output has had enough: end like a program that SIGPIPE has ended
             return 141
         if not _is_ours(error):
             traceback.print_exc()
@@ -129,16 +138,16 @@ def _guard(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program `llm-course`: find the command, hand it the other words, return its status."""
+    """The program `llm-course`: run the command that `argv` names, and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a terminal that lacks a character shows a question mark
+            # a character that the terminal lacks becomes a question mark
             stream.reconfigure(errors="replace")
     status = _guard(_run, list(sys.argv[1:] if argv is None else argv))
     # a short output waits in the buffer until here; its reader may be gone
     unwritten = _guard(print, end="", flush=True)
     if unwritten:
-        sys.stdout = None  # else Python tries once more after our end, and complains
+        sys.stdout = None  # otherwise Python tries to flush again at exit, and complains
     return unwritten or status or 0
 
 # %% ../nbs/19g_command.ipynb #583c9670

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 # %% ../nbs/00c_files.ipynb #a6d22085
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk (Windows can't open folders)."""
+    """Flush a file, or a folder's list of names, to the disk (Windows can't open folders)."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -29,11 +29,12 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: str | Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """A new file that takes the name `path` when the block ends, whole and on the disk.
+    """Open a new file that replaces `path` when the block ends, after its bytes are on the disk.
 
-    Where the block raises, `path` is as it was and the new file is gone. The file beside it has a
-    random name, so that several processes may write the same path. `mode` and `options` go to
-    `open`. OSError where the disk refuses.
+    If the block raises, `path` is unchanged and the new file is deleted. Until then the new file
+    has a random name in the same folder, so that several processes may write the same path. `mode`
+    and `options` are passed to `open`. Call `sync(path.parent)` afterwards where the new name must
+    survive a power cut, too. OSError if the file can't be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -48,7 +49,7 @@ def replacing(path: str | Path, mode: str = "wb", **options: Any) -> Iterator[IO
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, all or nothing."""
+    """Write `text` to `path` in UTF-8, all of it or nothing."""
     with replacing(path, "w", encoding="utf-8") as file:
         file.write(text)
 
@@ -60,7 +61,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sha256_of_all(paths: Iterable[Path]) -> dict[Path, str]:
-    """The SHA-256 of each file, hashed side by side."""
+    """The SHA-256 of each file, computed in parallel."""
     paths = list(paths)
     with ThreadPoolExecutor() as pool:
         return dict(zip(paths, pool.map(sha256_of, paths), strict=True))

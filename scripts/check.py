@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["nbs", "solutions"]
-SOURCES = [*PAGES, "tests", "scripts", "benchmarks", "conftest.py"]  # what people write
+# what people write
+SOURCES = [*PAGES, "tests", "scripts", "benchmarks", "docs", "lab", "conftest.py"]
 WORKERS = str(min(4, os.cpu_count() or 1))
 
 
@@ -92,13 +93,26 @@ STAGES = [
         count_pytest,
     ),
     Stage(
+        "docs",
+        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
+        "A warning names the page or the docstring, and the link or the mark in it that leads"
+        " nowhere. After a change of docs/conf.py, remove _docs/ first.",
+    ),
+    Stage(
         "tests",
-        [["pytest", "-q", "-n", WORKERS, "tests"]],
+        [["pytest", "-q", "-n", WORKERS, "-m", "not browser", "tests"]],
         "Run the one that failed alone: `python -m pytest tests/FILE.py -k NAME`.",
         count_pytest,
         env={"MPLBACKEND": "agg"},
     ),
+    Stage(
+        "browser",
+        [["pytest", "-q", "-rs", "tests/test_browser.py"]],
+        "Run the one that failed alone: `python -m pytest tests/test_browser.py -k NAME`.",
+        count_pytest,
+    ),
 ]
+BY_NAME_ALONE = {"browser"}  # it needs a browser, and minutes
 
 ENVIRONMENT = {
     # the tools of this Python, whoever calls
@@ -171,8 +185,9 @@ def main(names: list[str]) -> int:
     os.environ.update(ENVIRONMENT)
     rows = []
     failed_stage = None
+    every = {stage.name for stage in STAGES} - BY_NAME_ALONE
     for stage in STAGES:
-        if names and stage.name not in names:
+        if stage.name not in (names or every):
             continue
         print(f"\n== {stage.name}", flush=True)
         start = time.monotonic()

@@ -4,16 +4,18 @@
         solutions/NN_name.ipynb
     python scripts/exercises.py release 05_attention  only this one
     python scripts/exercises.py student DIR           write pages, package and exercises to DIR
-    python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb; print points,
-        and what failed
+    python scripts/exercises.py grade DIR             grade DIR/STUDENT/NN_name.ipynb, or an archive
+        of Moodle or Canvas; print points, and what failed
+    python scripts/exercises.py feedback              write again what goes back to the students
+    python scripts/exercises.py similar DIR           answers that resemble each other
 
 `make exercises` runs the first. What a student has changed in exercises/ is never overwritten
-without --force.
+without --force. docs/teaching.md is the teacher's guide.
 
 Behind it stands an ordinary nbgrader course in the folder _nbgrader/: one assignment for each
-chapter, the sources, the submissions, and the gradebook. Written answers are graded by a person:
-open JupyterLab in _nbgrader/, and Formgrader in its Nbgrader menu. There `nbgrader
-generate_feedback 05_attention` also writes a page for each student.
+chapter, the sources, the submissions, and the gradebook with its deadlines. Grading leaves
+grades.csv, with all exercises, and a page for each student under feedback/ there. Written answers
+are graded by a person: `make formgrader`, and then `make feedback`.
 
 Grading runs each notebook by itself, apart from your files and from the network (isolation.py), and
 says how. Where a machine offers no way to do so it refuses, unless you --trust your students.
@@ -29,7 +31,11 @@ import sysconfig
 import tempfile
 import traceback
 import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
@@ -37,27 +43,34 @@ from grading import (
     NotGraded,
     Problem,
     collect,
+    late_days,
     printable,
     printable_lines,
     read_submission,
     rebuild,
+    unpack,
     way_called,
 )
 from isolation import TRUST, choose
 from nbgrader.api import Gradebook, MissingEntry
 from nbgrader.apps import NbGraderAPI
 from nbgrader.coursedir import CourseDirectory
+from nbgrader.plugins import CsvExportPlugin
+from similarity import similar_answers
 from traitlets.config import PyFileConfigLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "solutions"
 RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
+LATE_DAYS = 5  # of each student in the whole course, where there are deadlines
 
 FOR_STUDENTS = [
     *[
         "nbs",
         "llm_course",
+        "lab",
+        "docs",
         "configs",
         "README.md",
         "TROUBLESHOOTING.md",
@@ -85,6 +98,8 @@ c.Autograde.autograde_preprocessors = [
 ]
 c.RunAnswers.sources = {sources!r}
 c.RunAnswers.way = {way!r}
+c.AssignLatePenalties.plugin_class = "grading.LateDays"
+c.LateDays.allowed = {late_days}
 c.GenerateFeedback.preprocessors = [
     "nbgrader.preprocessors.ClearHiddenTests",
     "nbgrader.preprocessors.GetGrades",
@@ -117,6 +132,10 @@ def succeed(result: dict, what: str) -> None:
         )
 
 
+def known_exercises() -> list[str]:
+    return sorted(path.stem for path in SOURCES.glob("[0-9][0-9]_*.ipynb"))
+
+
 def find_exercises(names: list[str] | None = None) -> list[Path]:
     """The notebooks with solutions, all or those named."""
     paths = {path.stem: path for path in sorted(SOURCES.glob("[0-9][0-9]_*.ipynb"))}
@@ -128,7 +147,7 @@ def find_exercises(names: list[str] | None = None) -> list[Path]:
     return [path for name, path in paths.items() if not names or name in names]
 
 
-def open_course(course: Path, way: str = "") -> NbGraderAPI:
+def open_course(course: Path, way: str = "", late_days: int = LATE_DAYS) -> NbGraderAPI:
     """The course in this folder, with the same settings as for nbgrader's own commands there; `way`
     is how student code is kept apart, by default the best that the machine has.
     """
@@ -136,7 +155,7 @@ def open_course(course: Path, way: str = "") -> NbGraderAPI:
     course.chmod(0o700)  # solutions and grades
     scripts = str(Path(__file__).resolve().parent)
     sources = str(course.resolve() / "source")
-    settings = SETTINGS.format(scripts=scripts, sources=sources, way=way)
+    settings = SETTINGS.format(scripts=scripts, sources=sources, way=way, late_days=late_days)
     (course / "nbgrader_config.py").write_text(settings, encoding="utf-8")
     config = PyFileConfigLoader("nbgrader_config.py", str(course)).load_config()
     config.CourseDirectory.root = str(course.resolve())
@@ -201,25 +220,30 @@ def write_student(destination: Path) -> None:
 
 
 def grade(
-    submissions: Path, sources: list[Path], course: Path = COURSE, way: str = ""
+    submissions: Path,
+    sources: list[Path],
+    course: Path = COURSE,
+    way: str = "",
+    late_days: int = LATE_DAYS,
 ) -> tuple[list[Score], list[Problem]]:
     """Grade `submissions`/STUDENT/NN_name.ipynb with nbgrader, each by itself: the scores, and a
     problem for each notebook that has none. What nbgrader and Python say of it is in grading.log.
     """
     exercises = {source.stem: source for source in sources}
-    handed_in, problems = collect(submissions, list(exercises))
+    handed_in, problems = collect(submissions, known_exercises())
+    handed_in = {key: path for key, path in handed_in.items() if key[1] in exercises}
     used = {exercise for _, exercise in handed_in}
     released = generate([source for source in sources if source.stem in used], course)
     blanks = {path.stem: path for path in released}
-    way = way or choose().name
-    api = open_course(course, way)
+    api = open_course(course, way or choose().name, late_days)
     scores = []
     with (course / "grading.log").open("w", encoding="utf-8") as log:
         for (student, exercise), path in handed_in.items():
             try:
                 submission = read_submission(path, submissions)
                 blank = nbformat.read(blanks[exercise], as_version=4)
-                stage(course, student, exercise, rebuild(blank, submission))
+                answered = rebuild(blank, submission)
+                stage(course, student, exercise, answered, path.stat().st_mtime)
                 result = api.autograde(exercise, student)
                 said = f"== {path}\n{result.get('log', '')}\n{result.get('error', '')}\n"
                 log.write(printable_lines(said))
@@ -237,12 +261,30 @@ def grade(
     return scores, problems
 
 
-def stage(course: Path, student: str, exercise: str, notebook: nbformat.NotebookNode) -> None:
-    """Put a notebook where nbgrader looks for it, and nothing else beside it."""
+def stage(
+    course: Path, student: str, exercise: str, notebook: nbformat.NotebookNode, handed_in: float
+) -> None:
+    """Put a notebook where nbgrader looks for it, with the time when it was handed in."""
     folder = course / "submitted" / student / exercise
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     nbformat.write(notebook, folder / f"{exercise}.ipynb")
+    time = datetime.fromtimestamp(handed_in, UTC)
+    (folder / "timestamp.txt").write_text(f"{time:%Y-%m-%d %H:%M:%S} UTC", encoding="utf-8")
+
+
+def write_feedback(course: Path, api: NbGraderAPI, graded: set[tuple[str, str]]) -> None:
+    """What goes back: a page for each (student, exercise), and grades.csv with the whole course."""
+    with Gradebook(api.coursedir.db_url, "llm_course") as gradebook:
+        CsvExportPlugin(to=str(course / "grades.csv")).export(gradebook)
+    for student, exercise in sorted(graded):
+        succeed(api.generate_feedback(exercise, student), f"write {student}'s feedback")
+
+
+def find_graded(course: Path) -> set[tuple[str, str]]:
+    """Each (student, exercise) that was graded at any time."""
+    paths = course.glob("autograded/*/*/*.ipynb")
+    return {(path.parts[-3], path.parts[-2]) for path in paths}
 
 
 def reason_in(result: dict) -> str:
@@ -334,7 +376,7 @@ def print_exercise(exercise: str, scores: list[Score], problems: list[Problem]) 
 
 def print_scores(scores: list[Score], problems: list[Problem]) -> None:
     """A table for each exercise, then what belongs to none."""
-    known = {path.stem for path in SOURCES.glob("*.ipynb")}
+    known = set(known_exercises())
     graded = {score.exercise for score in scores}
     for exercise in sorted(graded | {p.what for p in problems if p.what in known}):
         here = [score for score in scores if score.exercise == exercise]
@@ -349,71 +391,136 @@ def print_scores(scores: list[Score], problems: list[Problem]) -> None:
         print("\n+N?: up to N points wait for a person, in Formgrader (see --help)")
 
 
-def grade_folder(submissions: Path, way: str) -> int:
+def print_late_days(course: Path, api: NbGraderAPI, students: set[str]) -> None:
+    with Gradebook(api.coursedir.db_url, "llm_course") as gradebook:
+        late = {student: late_days(gradebook, student) for student in sorted(students)}
+    if any(late.values()):
+        print("\nlate days")
+    for student, days in late.items():
+        if days:
+            spent = ", ".join(f"{exercise} {count}" for exercise, count in days.items())
+            print(f"{printable(student):20}{sum(days.values()):9}  {spent}")
+
+
+@contextmanager
+def opened(submissions: Path) -> Iterator[Path]:
+    """A folder of submissions; an archive is unpacked for as long as it is needed."""
+    if submissions.is_dir():
+        yield submissions
+    elif zipfile.is_zipfile(submissions):
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                unpack(submissions, Path(name))
+            except (ValueError, OSError, RuntimeError, zipfile.BadZipFile) as error:
+                sys.exit(str(error))
+            yield Path(name)
+    else:
+        sys.exit(f"{submissions} is no folder or zip archive; it should hold each student's work")
+
+
+def grade_folder(
+    submissions: Path, way: str, names: list[str] | None = None, late_days: int = LATE_DAYS
+) -> int:
     """Grade, print the table, and return the exit status: 1 if a notebook has no scores."""
-    if not submissions.is_dir():
-        sys.exit(f"{submissions} is no folder; it should hold a folder for each student")
     if os.name != "posix":
         sys.exit("grading runs on Linux, or with --trust on macOS; on Windows take WSL")
     try:
         way = way or choose().name
     except ValueError as error:
         sys.exit(str(error))
-    print(f"student code runs under: {way} ({way_called(way).promise})")
-    scores, problems = grade(submissions, find_exercises(), COURSE, way)
+    with opened(submissions) as folder:
+        print(f"student code runs under: {way} ({way_called(way).promise})")
+        scores, problems = grade(folder, find_exercises(names), COURSE, way, late_days)
     print_scores(scores, problems)
-    total = len({(score.student, score.exercise) for score in scores})
-    print(f"\n{total} graded, {len(problems)} not; details in {COURSE / 'grading.log'}")
+    graded = {(score.student, score.exercise) for score in scores}
+    api = open_course(COURSE, way, late_days)
+    print_late_days(COURSE, api, {student for student, _ in graded})
+    write_feedback(COURSE, api, graded)
+    print(f"\n{len(graded)} graded, {len(problems)} not; details in {COURSE / 'grading.log'}")
+    print(f"grades.csv, and a page for each student in feedback/, are in {COURSE}")
     return int(bool(problems))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def print_similar(submissions: Path, names: list[str] | None, least: float) -> None:
+    """The pairs of answers that share most, the most alike first."""
+    with opened(submissions) as folder:
+        handed_in, _ = collect(folder, known_exercises())
+        for source in find_exercises(names):
+            notebooks = {}
+            for (student, exercise), path in handed_in.items():
+                if exercise == source.stem:
+                    try:
+                        notebooks[student] = read_submission(path, folder)
+                    except NotGraded as error:
+                        print(f"{printable(student)}: {error}", file=sys.stderr)
+            handed_out = nbformat.read(source, as_version=4)
+            for pair in similar_answers(notebooks, handed_out, least):
+                first, second = map(printable, pair.students)
+                print(f"{source.stem}  {pair.share:4.0%}  {first} and {second}: {pair.cell}")
+
+
+def print_released(names: list[str], force: bool) -> None:
+    for path in release(find_exercises(names), force=force):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        marks = [cell["metadata"].get("nbgrader", {}) for cell in cells]
+        worth = [mark["points"] for mark in marks if "points" in mark]
+        print(f"{path.relative_to(ROOT)}: {sum(worth)} points in {len(worth)} graded cells")
+
+
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command")
-    to_release = commands.add_parser(
-        "release", help="write the student versions (without any command: of all exercises)"
-    )
-    to_release.add_argument(
-        "names", nargs="*", metavar="NN_name", help="exercises, all if none is named"
-    )
-    to_release.add_argument(
-        "--force", action="store_true", help="overwrite what was changed by hand, too"
-    )
-    to_students = commands.add_parser(
-        "student", help="write a folder for students: pages, package, exercises, no solutions"
-    )
-    to_students.add_argument(
-        "folder", type=Path, metavar="DIR", help="a folder that is new, or empty"
-    )
+    help = "write the student versions (without any command: of all exercises)"
+    to_release = commands.add_parser("release", help=help)
+    help = "exercises, all if none is named"
+    to_release.add_argument("names", nargs="*", metavar="NN_name", help=help)
+    help = "overwrite what was changed by hand, too"
+    to_release.add_argument("--force", action="store_true", help=help)
+
+    help = "write a folder for students: pages, package, exercises, no solutions"
+    to_students = commands.add_parser("student", help=help)
+    help = "a folder that is new, or empty"
+    to_students.add_argument("folder", type=Path, metavar="DIR", help=help)
+
     to_grade = commands.add_parser("grade", help="grade what students handed in")
-    to_grade.add_argument(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="holds a folder for each student, with notebooks in it",
-    )
-    to_grade.add_argument(
-        "--trust", action="store_true", help="run students' code with your own rights and files"
-    )
-    options = parser.parse_args(arguments or ["release"])
-    if options.command in ("student", "grade") and str(options.folder) == ".":
+    help = "run students' code with your own rights and files"
+    to_grade.add_argument("--trust", action="store_true", help=help)
+    help = "how many days a student may be late in the whole course (default: %(default)s)"
+    to_grade.add_argument("--late-days", type=int, default=LATE_DAYS, metavar="N", help=help)
+
+    help = "write grades.csv and all pages for students again, after Formgrader"
+    commands.add_parser("feedback", help=help)
+
+    to_compare = commands.add_parser("similar", help="list answers that resemble each other")
+    help = "share that two answers have in common, from 0 to 1 (default: %(default)s)"
+    to_compare.add_argument("--least", type=float, default=0.6, metavar="SHARE", help=help)
+    for parser_of_class in (to_grade, to_compare):
+        help = "holds a folder for each student, or is an archive of Moodle or Canvas"
+        parser_of_class.add_argument("folder", type=Path, metavar="DIR", help=help)
+        help = "only these exercises"
+        parser_of_class.add_argument("--only", nargs="+", metavar="NN_name", help=help)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = command_line().parse_args(arguments or ["release"])
+    if str(getattr(options, "folder", "named")) == ".":
         sys.exit(f"name a folder: make {options.command} DIR=FOLDER")
     if options.command == "student":
         write_student(options.folder)
         print(f"{options.folder} holds the course for students, without solutions")
-        return
-    if options.command == "grade":
-        sys.exit(grade_folder(options.folder, TRUST.name if options.trust else ""))
-    for path in release(find_exercises(options.names), force=options.force):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        worth = [
-            c["metadata"]["nbgrader"]["points"]
-            for c in cells
-            if "points" in c["metadata"].get("nbgrader", {})
-        ]
-        print(f"{path.relative_to(ROOT)}: {sum(worth)} points in {len(worth)} graded cells")
+    elif options.command == "grade":
+        way = TRUST.name if options.trust else ""
+        sys.exit(grade_folder(options.folder, way, options.only, options.late_days))
+    elif options.command == "feedback":
+        write_feedback(COURSE, open_course(COURSE), find_graded(COURSE))
+        print(f"grades.csv, and a page for each student in feedback/, are in {COURSE}")
+    elif options.command == "similar":
+        print_similar(options.folder, options.only, options.least)
+    else:
+        print_released(options.names, options.force)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Grade notebooks that nobody has looked at: one bad one is a row of the table, never the end.
 
+    unpack    a zip archive as Moodle or Canvas gives it
     collect   which file is whose answer to which exercise, and what is left over
     rebuild   a submission as the exercise was handed out, with the student's answers in it
     RunAnswers   in place of nbgrader's `Execute`: runs the cells apart from everything
@@ -11,21 +12,27 @@ runs in this way alone.
 
 import ast
 import json
+import math
+import os
 import re
 import secrets
 import selectors
 import sys
 import tempfile
 import time
+import zipfile
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import isolation
 import nbformat
 from nbformat import NotebookNode
+from nbgrader.api import Gradebook
+from nbgrader.plugins import LateSubmissionPlugin
 from nbgrader.preprocessors import NbGraderPreprocessor
-from traitlets import Unicode
+from traitlets import Integer, Unicode
 
 ANSWERS = Path(__file__).resolve().with_name("answers.py")
 CELL_SECONDS = 60.0
@@ -33,6 +40,7 @@ NOTEBOOK_SECONDS = 600.0
 PATIENCE = 5.0  # seconds for a cell to end after it was interrupted
 START_SECONDS = 60.0
 LARGEST = 5_000_000  # bytes of a notebook
+LARGEST_ARCHIVE = 2_000_000_000  # bytes of all its files
 LINE = 1_000_000  # characters of a reply
 
 
@@ -58,6 +66,47 @@ def printable(text: str) -> str:
 # ---------------------------------------------------------------- who handed in what
 
 
+# `Jane Doe_1234567_assignsubmission_file`, a folder, or the beginning of a file's name
+MOODLE = re.compile(r"(?P<who>.+?)_(?P<number>\d+)_assignsubmission_")
+# `doejane_LATE_4321_98765_05_attention.ipynb`: the student, their number, and the submission's
+CANVAS = re.compile(r"(?P<who>[^_]+)(?:_LATE)?_(?P<number>\d+)_\d+_")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Write the files of a zip archive to `folder`, as old as they are in the archive."""
+    with zipfile.ZipFile(archive) as files:
+        entries = files.infolist()
+        size = sum(entry.file_size for entry in entries)
+        if size > LARGEST_ARCHIVE:
+            raise ValueError(
+                f"{archive} would unpack to {size:,} bytes, {LARGEST_ARCHIVE:,} at most: is it the"
+                " archive of a class? If so, unpack it yourself and name the folder"
+            )
+        for entry in entries:
+            path = files.extract(entry, folder)
+            seconds = time.mktime((*entry.date_time, 0, 0, -1))
+            os.utime(path, (seconds, seconds))
+
+
+def students_of(names: list[str]) -> dict[str, str]:
+    """The student behind each name in a folder of submissions.
+
+    In a name that Moodle or Canvas gave it is the part that is the student's. Two of one name keep
+    their numbers. What could not stand in a table of grades is replaced.
+    """
+    found = {name: MOODLE.match(name) or CANVAS.match(name) for name in names}
+    numbers = defaultdict(set)
+    for match in filter(None, found.values()):
+        numbers[match["who"]].add(match["number"])
+    students = {}
+    for name, match in found.items():
+        student = match["who"] if match else name
+        if len(numbers[student]) > 1:
+            student = f"{student}_{match['number']}" if match else student
+        students[name] = re.sub(r"[^\w .@-]", "_", student).strip(" .-") or "_"
+    return students
+
+
 def exercise_of(name: str, exercises: list[str]) -> str | None:
     """The exercise in a name such as `05_Attention (1).ipynb` or `jane-05_attention.ipynb`."""
     stem = re.sub(r"\.ipynb$", "", name.casefold())
@@ -67,42 +116,53 @@ def exercise_of(name: str, exercises: list[str]) -> str | None:
 
 
 def notebooks_in(home: Path) -> list[Path]:
-    """Everything called *.ipynb at any depth, but what JupyterLab and macOS leave beside it."""
+    """Everything called *.ipynb at any depth, but the course's own pages, and what JupyterLab and
+    macOS leave beside it.
+    """
     found = []
     for path in sorted(home.rglob("*")):
-        parts = path.relative_to(home).parts
-        hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
-        if path.suffix.casefold() == ".ipynb" and not hidden:
+        folders = path.relative_to(home).parts
+        aside = any(part.startswith(".") or part in ("__MACOSX", "nbs") for part in folders)
+        if path.suffix.casefold() == ".ipynb" and not aside:
             found.append(path)
     return found
 
 
 def collect(folder: Path, exercises: list[str]) -> tuple[dict, list[Problem]]:
-    """The notebooks by (student, exercise), and what in `folder` could not be matched."""
+    """The notebooks by (student, exercise), and what in `folder` could not be matched.
+
+    `folder` holds a folder for each student, or what Moodle or Canvas put into an archive.
+    """
     handed_in = {}
     problems = []
+    candidates = defaultdict(list)
+    students = students_of([path.name for path in folder.iterdir()])
     for home in sorted(folder.iterdir()):
-        if home.is_symlink() or not home.is_dir():
+        student = students[home.name]
+        is_theirs = home.is_dir() or MOODLE.match(home.name) or CANVAS.match(home.name)
+        if home.is_symlink() or not is_theirs:
             why = "not in a student's folder: FOLDER/STUDENT/NN_name.ipynb"
             problems.append(Problem("", home.name, why))
             continue
-        paths = notebooks_in(home)
+        paths = notebooks_in(home) if home.is_dir() else [home]
         if not paths:
-            problems.append(Problem(home.name, "-", "the folder holds no notebook"))
-        by_exercise = defaultdict(list)
+            problems.append(Problem(student, "-", "the folder holds no notebook"))
         for path in paths:
-            by_exercise[exercise_of(path.name, exercises)].append(path)
-        for path in by_exercise.pop(None, []):
-            why = f"which exercise is it? Name it like one of: {', '.join(exercises)}"
-            problems.append(Problem(home.name, str(path.relative_to(home)), why))
-        for exercise, candidates in by_exercise.items():
-            files = [path for path in candidates if path.is_file()] or candidates
-            if len(files) == 1:
-                handed_in[home.name, exercise] = files[0]
+            exercise = exercise_of(path.name, exercises)
+            if exercise:
+                candidates[student, exercise].append(path)
                 continue
-            names = ", ".join(str(path.relative_to(home)) for path in files)
-            why = f"several notebooks for one exercise, keep one: {names}"
-            problems.append(Problem(home.name, exercise, why))
+            why = f"which exercise is it? Name it like one of: {', '.join(exercises)}"
+            where = path.relative_to(home) if home.is_dir() else path.name
+            problems.append(Problem(student, str(where), why))
+    for (student, exercise), paths in candidates.items():
+        files = [path for path in paths if path.is_file()] or paths
+        if len(files) == 1:
+            handed_in[student, exercise] = files[0]
+            continue
+        names = ", ".join(str(path.relative_to(folder)) for path in files)
+        why = f"several notebooks for one exercise, keep one: {names}"
+        problems.append(Problem(student, exercise, why))
     return handed_in, problems
 
 
@@ -351,3 +411,30 @@ def way_called(name: str) -> isolation.Isolation:
     """The isolation of this name; the best one if it has none."""
     ways = {way.name: way for way in (*isolation.WAYS, isolation.TRUST)}
     return ways[name] if name else isolation.choose()
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def late_days(gradebook: Gradebook, student: str, until: datetime | None = None) -> dict[str, int]:
+    """The days, begun ones whole, that a student was late with each exercise handed in `until`."""
+    submissions = gradebook.find_student(student).submissions
+    counted = [s for s in submissions if until is None or s.timestamp and s.timestamp <= until]
+    days = {s.assignment.name: math.ceil(s.total_seconds_late / 86_400) for s in counted}
+    return {name: days[name] for name in sorted(days) if days[name]}
+
+
+class LateDays(LateSubmissionPlugin):
+    """A student may be late for some days of the course, spent as they like; what comes later
+    still earns nothing. Deadlines are those of the gradebook.
+    """
+
+    allowed = Integer(0, help="late days of each student, in all").tag(config=True)
+
+    def late_submission_penalty(
+        self, student_id: str, score: float, total_seconds_late: float
+    ) -> float | None:
+        gradebook, exercise = self.parent.gradebook, self.parent.assignment_id
+        this = gradebook.find_submission(exercise, student_id)
+        used = sum(late_days(gradebook, student_id, this.timestamp).values())
+        return score if used > self.allowed else None

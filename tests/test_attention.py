@@ -17,9 +17,9 @@ from torch.testing import assert_close
 
 from llm_course.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from llm_course.model.attention_weights import attention_weights
-from llm_course.model.embedding import RotaryEmbedding, apply_rotary
 from llm_course.model.kernels import attention as kernels
 from llm_course.model.masks import causal_mask, document_mask, padding_mask
+from llm_course.model.rope import RotaryEmbedding, apply_rotary
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sizes = st.integers(1, 7)
@@ -166,7 +166,7 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(softcap=0.0), "softcap=0.0"),
         (dict(softcap=float("inf")), "softcap=inf"),
         (dict(softcap=float("nan")), "softcap=nan"),
-        (dict(softcap=1e39), "also in float32"),  # infinite there, and NaN behind it
+        (dict(softcap=1e39), "below 1e38"),  # infinite there, and NaN behind it
         (dict(scale=float("nan")), "scale=nan"),
         (dict(dropout=-0.1), "dropout=-0.1"),
         (dict(dropout=1.0), "dropout=1.0"),
@@ -177,7 +177,7 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected one"),
         (
             {name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"},
-            "torch.int64, expected one",
+            "q has dtype torch.int64, expected a floating-point type",
         ),
     ],
 )
@@ -238,7 +238,7 @@ def test_forward_refuses_what_does_not_fit():
     layer = MultiHeadAttention(16, 4)
     x = torch.randn(2, 5, 16)
     rope = RotaryEmbedding(4)
-    with pytest.raises(ValueError, match=r"expected \(B, T, 16\)"):
+    with pytest.raises(ValueError, match=r"expected \(\*, \*, 16\) = \(B, T, C\)"):
         layer(x[0])
     with pytest.raises(ValueError, match="positions of these T tokens only"):
         # would broadcast: every token at position 0
@@ -531,7 +531,7 @@ def test_compiles_as_one_graph(options, masked):
     layer = MultiHeadAttention(16, 4, num_kv_heads=2, qk_norm=True, **options)
     x = torch.randn(2, 6, 16)
     turn = RotaryEmbedding(4)(torch.arange(6))
-    mask = padding_mask(torch.ones(2, 6)) if masked else None
+    mask = padding_mask(torch.ones(2, 6).long()) if masked else None
     # fullgraph: an error at any break
     compiled = torch.compile(copy.deepcopy(layer), backend="eager", fullgraph=True)
     assert_close(
@@ -755,3 +755,35 @@ def test_products_drop_weights_and_keep_the_mean(monkeypatch):
     q, k = (torch.randn(1, 4, 256, 8).bfloat16().requires_grad_() for _ in range(2))
     dropped = scaled_dot_product_attention(q, k, torch.ones_like(k), dropout=0.5).float()
     assert abs(dropped.mean() - 1) < 0.02 and dropped.std() > 0.05
+
+
+@pytest.mark.parametrize("wrong", [None, [[1.0]], "x", torch.ones(1, 1, 2, 4).long()])
+def test_what_is_no_tensor_is_refused_by_name(wrong):
+    q = torch.randn(1, 1, 2, 4)
+    for arguments in ((wrong, q, q), (q, wrong, q), (q, q, wrong)):
+        with pytest.raises(ValueError, match="[qkv] (is a|has dtype)"):
+            scaled_dot_product_attention(*arguments)
+    with pytest.raises(ValueError, match="x (is a|has)"):
+        MultiHeadAttention(16, 4)(wrong)
+    if not isinstance(wrong, torch.Tensor):
+        with pytest.raises(ValueError, match="attention_mask is a"):
+            padding_mask(wrong)
+
+
+def test_masks_and_angles_of_another_kind_are_refused():
+    layer = MultiHeadAttention(16, 4)
+    x = torch.randn(1, 3, 16)
+    with pytest.raises(ValueError, match="expected a bool tensor"):
+        layer(x, mask=[[True]])
+    for pair in ([], [torch.ones(1, 3, 4)], torch.ones(2, 1, 3, 4)):
+        with pytest.raises(ValueError, match="the pair .cos, sin."):
+            layer(x, position_embeddings=pair)
+    # a mask that is added to the scores: its 0 would be read as padding
+    with pytest.raises(ValueError, match="attention_mask has dtype torch.float32"):
+        padding_mask(torch.tensor([[-torch.inf, 0.0]]))
+    for wrong in (2.5, "2", None, -1, True):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            causal_mask(wrong)
+    for name, option in dict(scale="x", softcap=[2.0], dropout="0.1").items():
+        with pytest.raises(ValueError, match=f"{name}="):
+            scaled_dot_product_attention(*[x[:, None]] * 3, **{name: option})

@@ -495,3 +495,34 @@ def test_loader_gives_whole_batches_also_empty_ones():
         assert_same_batch(one, other)
     through_a_worker[0]["labels"][:] = IGNORE_INDEX
     assert through_a_worker[0]["input_ids"].min() >= 0
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [None, [1, 2, 3], 5, "abc", torch.arange(9)],
+    ids=["None", "list", "int", "str", "tensor"],
+)
+def test_tokens_must_be_an_array(tokens):
+    with pytest.raises(ValueError, match="tokens is a .*expected a NumPy array"):
+        PackedDataset(tokens, 2)
+
+
+def test_ids_of_special_roles_are_whole_numbers():
+    for wrong in (-1, 2.5, "0", True):
+        with pytest.raises(ValueError, match="separator_id="):
+            PackedDataset(np.arange(9), 2, separator_id=wrong)
+        with pytest.raises(ValueError, match="pad_token_id="):
+            SupervisedDataset([([1], [2])], pad_token_id=wrong, max_length=4)
+        with pytest.raises(ValueError, match="num_workers="):
+            batch_loader(None, [], num_workers=wrong)
+    for wrong in (0, None, 2.5):
+        with pytest.raises(ValueError, match="max_length="):
+            SupervisedDataset([([1], [2])], pad_token_id=0, max_length=wrong)
+
+
+def test_shift_refuses_other_shapes():
+    for ids in (None, [1, 2], torch.tensor(3)):
+        with pytest.raises(ValueError, match="ids must be a tensor"):
+            shift(ids)
+    with pytest.raises(ValueError, match="targets has shape .2,., expected .3."):
+        shift(torch.arange(3), torch.arange(2))

@@ -357,7 +357,7 @@ def test_texts_are_cut_at_special_tokens():
 
 @pytest.mark.parametrize("text", ["one text", b"one text"])
 def test_one_text_is_not_a_list_of_texts(text):
-    with pytest.raises(ValueError, match=r"not one text: \[text\]"):
+    with pytest.raises(ValueError, match=f"not one {type(text).__name__}: .text."):
         list(between_special_tokens(text, []))
 
 
@@ -371,8 +371,13 @@ def test_room_for_merges():
     [
         (255, [], "vocab_size=255 is too small for 256 bytes and 0"),
         (257, ["<e>", "<p>"], "vocab_size=257 is too small for 256 bytes and 2"),
-        (300, ["<e>", "<e>"], "different names"),
-        (300, ["<e>", ""], "none of them empty"),
+        (300, ["<e>", "<e>"], "distinct names"),
+        (300, ["<e>", ""], "names of at least two characters"),
+        (300, ["<e>", "x"], "names of at least two characters"),
+        (300, ["<e>", 5], "names of at least two characters"),
+        (300, None, "must be a list"),
+        (None, [], "vocab_size=None must be a whole number"),
+        (2**20 + 1, [], "at most 2.*20 = 1,048,576"),
         (300, "<e>", "must be a list"),
         (300, "", "must be a list"),
     ],
@@ -482,3 +487,15 @@ def test_the_greater_bytes_win_where_that_is_asked_for():
         for ties in ("smaller symbols", "greater bytes")
     ]
     assert trained[0].merges != trained[1].merges
+
+
+def test_what_is_no_word_and_no_merge_is_refused():
+    with pytest.raises(ValueError, match="word must be bytes, not str"):
+        apply_merges("ab", {})
+    for texts in ("text", b"text", None, 3):
+        with pytest.raises(ValueError, match="texts must be a list or iterator"):
+            count_words(texts)
+    assert len(bytes_of_symbols([(0, 1), (0, 256)])) == 258
+    for merge in ((0, 257), (-1, 0), (300, 1)):
+        with pytest.raises(ValueError, match="merge 1 joins the symbols"):
+            bytes_of_symbols([(0, 1), merge])

@@ -209,7 +209,9 @@ def test_early_stopping_counts_upwards_where_more_is_better():
     stopper.on_validation_end(engine, {"accuracy": 0.5})
     stopper.on_validation_end(engine, {"accuracy": 0.6})
     assert stopper.waited == 0
-    with pytest.raises(ValueError, match="metric='accuracy' is not measured; there are val_loss"):
+    with pytest.raises(
+        ValueError, match="metric='accuracy' is not measured: choose one of val_loss"
+    ):
         stopper.on_validation_end(engine, {"val_loss": 1.0})
 
 
@@ -447,7 +449,9 @@ def test_the_lowered_rates_are_those_of_reduce_lr_on_plateau():
     assert rates.rows[-1][1] < 0.05
     engine.callbacks.call("on_train_start", engine)  # again: nothing is multiplied twice
     assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(rates.rows[-1][1])
-    with pytest.raises(ValueError, match="metric='accuracy' is not measured; there are val_loss"):
+    with pytest.raises(
+        ValueError, match="metric='accuracy' is not measured: choose one of val_loss"
+    ):
         make_engine(LRSchedulerCallback(metric="accuracy")).run()
 
 
@@ -686,7 +690,7 @@ def test_a_curve_suggests_only_what_it_has_seen(tmp_path):
         5.0, 2.0, math.inf
     ).suggest() == pytest.approx(1e-3)
     for one_sided in (curve(5.0, 6.0, 7.0), curve(5.0, 4.0, 3.0)):
-        with pytest.raises(ValueError, match="an end of the test: widen its range"):
+        with pytest.raises(ValueError, match="where the test ends: widen its range"):
             one_sided.suggest()
     curve(5.0, 2.0, math.inf).plot(tmp_path / "rates.png")
     assert (tmp_path / "rates.png").read_bytes()[:4] == b"\x89PNG"
@@ -710,7 +714,8 @@ def test_a_range_test_refuses_several_processes():
     engine = make_engine()
     engine.runtime = types.SimpleNamespace(world_size=2)
     with pytest.raises(
-        ValueError, match="search in one process, with gradient_accumulation_steps times as many"
+        ValueError,
+        match="the search runs in one process: multiply training.gradient_accumulation_steps by",
     ):
         find_learning_rate(engine)
 

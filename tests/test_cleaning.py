@@ -273,3 +273,14 @@ def test_near_duplicates_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(ImportError, match="llm_course"):
         clean_corpus(Corpus(["a"], "toy"), ["near_duplicates"])
+
+
+def test_wrong_options_of_steps_are_refused():
+    for wrong in (0, -1, 2.5, None, "5"):
+        with pytest.raises(ValueError, match="size=.* must be a whole number"):
+            shingles("a b c", wrong)
+        if wrong != 0:
+            with pytest.raises(ValueError, match="shortest=.* must be a whole number"):
+                keep_length(wrong)
+    with pytest.raises(ValueError, match="there is no cleaning step 5"):
+        clean_corpus(Corpus(["a"], "toy"), [5])

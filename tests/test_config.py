@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llm_course.checks import type_in_words
 from llm_course.model.config import ModelConfig
-from llm_course.model.embedding import RopeScaling
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.training import config as config_module
 from llm_course.training import sources
 from llm_course.training.config import (
@@ -31,6 +31,7 @@ from llm_course.training.config import (
     DistributedConfig,
     LoggingConfig,
     OptimizationConfig,
+    StoriesConfig,
     SyntheticConfig,
     TrainingConfig,
 )
@@ -215,7 +216,7 @@ def test_a_run_has_one_length(given):
 @pytest.mark.parametrize(
     "parts, words",
     [
-        (dict(run_dir=""), "run_dir='' is no folder: name one"),
+        (dict(run_dir=""), "run_dir='' is not a folder: name one"),
         (
             dict(data=DataConfig(sequence_length=257)),
             "data.sequence_length=257 does not fit model.max_position_embeddings=256",
@@ -241,8 +242,8 @@ def test_a_run_has_one_length(given):
                 distributed=DistributedConfig(backend="nccl"), training=TrainingConfig(device="cpu")
             ),
             (
-                "distributed.backend=nccl joins GPUs, and does not go with training.device=cpu:"
-                " take gloo"
+                "distributed.backend=nccl connects GPUs, and does not go with training.device=cpu:"
+                " use gloo"
             ),
         ),
         (
@@ -368,15 +369,8 @@ NOTHING = ["#llm", "# x", "&a", "null ", "!!null x", "null # x", "---", "\ufeff"
 
 
 @pytest.mark.parametrize("text", NOTHING)
-def test_a_text_that_is_nothing_in_yaml_is_refused_where_null_is_possible(text):
-    for make, key in (
-        (LoggingConfig, "logging.wandb_project"),
-        (CheckpointConfig, "checkpoint.best_metric"),
-    ):
-        section, name = key.split(".")
-        with pytest.raises(ValueError, match=f"{key}=.* is nothing in YAML"):
-            make(**{name: text})
-    for key in ("logging.wandb_project", "training.max_steps", "model.rope_scaling"):
+def test_a_text_that_is_nothing_in_yaml_is_a_text_where_texts_are_asked_and_refused_elsewhere(text):
+    for key in ("training.max_steps", "model.rope_scaling"):
         section, name = key.split(".")
         quoted = yaml.safe_dump({section: {name: text}})
         for said in (
@@ -385,13 +379,31 @@ def test_a_text_that_is_nothing_in_yaml_is_refused_where_null_is_possible(text):
             outcome([], **{f"{section}__{name}".upper(): text}),
         ):
             assert f"{key}={text!r} is nothing in YAML" in str(said)
-    assert outcome([f"--logging.sample_prompt={text}"]).logging.sample_prompt == text
+    for key in ("logging.sample_prompt", "logging.wandb_project"):
+        name = key.partition(".")[2]
+        config = outcome([f"--{key}={text}"])
+        assert getattr(config.logging, name) == text
+        save_config(config, "config.yaml")
+        assert read_config("config.yaml") == config
+
+
+@pytest.mark.parametrize("text", ["null", "Null", "NULL", "~"])
+def test_the_word_null_is_none_from_every_source_and_refused_in_python(text):
+    quoted = yaml.safe_dump({"logging": {"wandb_project": text}})
+    for config in (
+        outcome([f"--logging.wandb_project={text}"], "logging: {wandb_project: mine}"),
+        outcome([], quoted),
+        outcome([], "logging: {wandb_project: mine}", LOGGING__WANDB_PROJECT=text),
+    ):
+        assert config.logging.wandb_project is None
+    with pytest.raises(ValueError, match="logging.wandb_project=.* is nothing in YAML"):
+        LoggingConfig(wandb_project=text)
 
 
 def test_null_and_blank_texts_are_taken():
     for text in ("null", "~"):
         assert outcome([f"--checkpoint.best_metric={text}"]).checkpoint.best_metric is None
-    assert LoggingConfig(wandb_project="[" * 3000).wandb_project  # too deep for YAML to say
+    assert LoggingConfig(wandb_project="[" * 3000).wandb_project
     for text in ("", " ", "\n", "\u2028"):
         config = Config(logging=LoggingConfig(wandb_project=text))
         save_config(config, "config.yaml")
@@ -470,9 +482,35 @@ def test_resume_may_name_a_path():
         assert (config.run_dir, resume) == ("b", expected)
 
 
-def test_model_from_is_another_name():
+def test_model_from_is_another_name_in_every_source():
     assert outcome(["--model.from", "runs/a"]).init_from == "runs/a"
-    assert outcome(["--model.from=runs/a"]) == outcome([], "init_from: runs/a")
+    file = outcome([], "model: {from: runs/a}")
+    assert file == outcome(["--model.from=runs/a"]) == outcome([], "init_from: runs/a")
+    assert file == outcome([], MODEL__FROM="runs/a")
+    assert outcome(["--model.from", "null"], "init_from: a").init_from is None
+    # a higher source wins, whichever name it takes
+    assert outcome(["--model.from=b"], "init_from: a", INIT_FROM="c").init_from == "b"
+    assert outcome(["--init_from=b"], "model: {from: a}").init_from == "b"
+
+
+@pytest.mark.parametrize(
+    "sources_, place",
+    [
+        ((["--model.from=a", "--init_from=b"],), "command line: "),
+        ((["--init_from=b", "--model.from=a"],), "command line: "),
+        (([], "init_from: b\nmodel: {from: a}"), "run.yaml: "),
+    ],
+)
+def test_two_names_with_two_values_in_one_source_are_refused(sources_, place):
+    said = outcome(*sources_)
+    assert said == f"{place}model.from=a and init_from=b are two names of one key: keep one of them"
+
+
+def test_two_names_with_two_values_in_the_environment_are_refused():
+    said = outcome(MODEL__FROM="a", INIT_FROM="b")
+    assert said.startswith("environment: model.from=a and init_from=b are two names")
+    assert outcome(MODEL__FROM="a", INIT_FROM="a").init_from == "a"
+    assert outcome(["--model.from=a", "--init_from=a", "--model.from=a"]).init_from == "a"
 
 
 @pytest.mark.parametrize("name", ["compile", "precision"])
@@ -500,16 +538,13 @@ def test_a_saved_run_ignores_the_environment(monkeypatch):
     assert read_config("config.yaml").model.hidden_size == 64
 
 
-@pytest.mark.parametrize("switch", ["true", "false"])
-def test_the_library_s_own_variable_switches_nothing(monkeypatch, switch):
-    """jsonargparse lets JSONARGPARSE_DEFAULT_ENV overrule `default_env`."""
-    sources._parser.cache_clear()
-    save_config(Config(), "config.yaml")
-    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", switch)
-    monkeypatch.setenv("LLM_COURSE_MODEL__ROPE_THETA", "100")
-    assert read_config("config.yaml").model.rope_theta == 10_000
-    assert load_config(["--config", "config.yaml"])[0].model.rope_theta == 100
-    sources._parser.cache_clear()
+def test_resume_from_the_environment(monkeypatch):
+    for text, expected in (("", False), ("false", False), ("true", True), ("runs/a", "runs/a")):
+        monkeypatch.setenv("LLM_COURSE_RESUME", text)
+        assert load_config([])[1] == expected
+        assert load_config([], use_environment=False)[1] is False
+        assert load_config(["--resume", "runs/b"])[1] == "runs/b"
+        assert load_config(["--resume"])[1] is True and load_config(["--resume="])[1] is True
 
 
 def test_print_config_can_be_read_back(capsys):
@@ -546,14 +581,19 @@ def test_help_shows_every_key_with_its_words(capsys):
 
 REFUSED = [
     # unknown keys and the nearest name
-    (["--training.max_stepz", "3"], None, {}, "command line: 'training.max_stepz' is no key"),
+    (["--training.max_stepz", "3"], None, {}, "command line: 'training.max_stepz' is not a key"),
     (["--max_steps", "3"], None, {}, "do you mean 'training.max_steps'?"),
-    (["--training.max_step", "3"], None, {}, "'training.max_step' is no key"),  # no abbreviations
+    (
+        ["--training.max_step", "3"],
+        None,
+        {},
+        "'training.max_step' is not a key",
+    ),  # no abbreviations
     (
         ["--lr", "3"],
         None,
         {},
-        "'lr' is no key of the configuration; --print_config shows all of them",
+        "'lr' is not a key of the configuration; --print_config shows all of them",
     ),
     (["--model.rope_scaling.factr=4"], None, {}, "do you mean 'model.rope_scaling.factor'?"),
     # the right word in another section
@@ -568,7 +608,7 @@ REFUSED = [
         [],
         "training: {max_stepz: 3}",
         {},
-        "run.yaml: 'training.max_stepz' is no key of the configuration; do you mean",
+        "run.yaml: line 1: 'training.max_stepz' is not a key of the configuration; do you mean",
     ),
     ([], "learning_rate: 3", {}, "do you mean 'optimization.learning_rate'?"),
     ([], "optimisation: {learning_rate: 3}", {}, "configuration; do you mean 'optimization'?"),
@@ -576,10 +616,10 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: linear, factr: 2}}",
         {},
-        "'model.rope_scaling.factr' is no key",
+        "'model.rope_scaling.factr' is not a key",
     ),
-    ([], "resume: true", {}, "'resume' is no key"),
-    ([], "{1: 2}", {}, "'1' is no key"),
+    ([], "resume: true", {}, "'resume' is not a key"),
+    ([], "{1: 2}", {}, "'1' is not a key"),
     (
         [],
         "training.max_steps: 5\ntraining: {max_steps: 6}",
@@ -600,31 +640,31 @@ REFUSED = [
         {"MODEL__ROPE_SCALING__FACTOR": "3"},
         "'model.rope_scaling' is one value here; set it as a whole",
     ),
-    ([], None, {"PRINT_CONFIG": "1"}, "'print_config' is no key"),
+    ([], None, {"PRINT_CONFIG": "1"}, "'print_config' is not a key"),
     # doubled keys
     (
         [],
         "training: {max_steps: 1}\ndata: {}\ntraining: {batch_size: 2}",
         {},
-        "run.yaml: line 3: the key 'training' st",
+        "run.yaml: the key 'training' is set in line 1 and again in line 3: keep one of them",
     ),
     (
         [],
         "training:\n  seed: 1\n  max_steps: 1\n  seed: 1\n",
         {},
-        "line 4: the key 'seed' stands in line 2 already; keep one",
+        "the key 'seed' is set in line 2 and again in line 4: keep one",
     ),
     (
         [],
         "model: {rope_scaling: {factor: 1,\n factor: 2}}",
         {},
-        "line 2: the key 'factor' stands in line 1 already",
+        "the key 'factor' is set in line 1 and again in line 2",
     ),
     (
         [],
         "training:\n  <<: {seed: 1}\n  <<: {seed: 2}\n",
         {},
-        "line 3: the key '<<' stands in line 2 already; keep one",
+        "the key '<<' is set in line 2 and again in line 3: keep one",
     ),
     # wrong types
     (
@@ -643,10 +683,10 @@ REFUSED = [
         [],
         "training: {max_steps: true}",
         {},
-        "training.max_steps=True must be a whole number or null",
+        "line 1: training.max_steps=true must be a whole number or null",
     ),
     ([], "training: {batch_size: 2.5}", {}, "training.batch_size=2.5 must be a whole number"),
-    ([], "training: {batch_size: null}", {}, "training.batch_size=None must be a whole number"),
+    ([], "training: {batch_size: null}", {}, "training.batch_size=null must be a whole number"),
     (
         [],
         "training: {max_steps: {a: 1}}",
@@ -665,22 +705,28 @@ REFUSED = [
         {},
         "optimization.schedule=cosin must be cosine or linear or wsd or constant",
     ),
-    ([], "data: {corpus: no}", {}, "data.corpus=False must be a text; in quotes it is a text"),
-    ([], "run_dir: 1.10", {}, "run_dir=1.1 must be a text; in quotes it is a text"),
+    (
+        [],
+        "data: {corpus: no}",
+        {},
+        "run.yaml: line 1: data.corpus=no must be a text: in quotes it is a text, without them YAML"
+        " reads False",
+    ),
+    ([], "run_dir: 1.10", {}, "run_dir=1.10 must be a text: in quotes it is a text"),
     ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of texts or a text"),
-    ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=None must be a text"),
+    ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=null must be a text"),
     ([], None, {"TRAINING__COMPILE": "perhaps"}, "training.compile=perhaps must be true or false"),
     (
         [],
         "training: {max_steps: 010}",
         {},
-        "line 1: 010 is 8 in YAML; write 8 if you mean that, or quotes for a text",
+        "line 1: training.max_steps: 010 is 8 in YAML; write 8 if you mean that, or quotes for",
     ),
-    ([], "training:\n  max_steps: 1:30", {}, "line 2: 1:30 is 90 in YAML"),
-    ([], "optimization:\n  learning_rate: 1:30.5", {}, "line 2: 1:30.5 is 90.5 in YAML"),
+    ([], "training:\n  max_steps: 1:30", {}, "line 2: training.max_steps: 1:30 is 90 in YAML"),
+    ([], "optimization:\n  learning_rate: 1:30.5", {}, "learning_rate: 1:30.5 is 90.5 in YAML"),
     # ... whichever way they come
-    ([], "training: {max_steps: '010'}", {}, "run.yaml: training.max_steps: 010 is 8 in YAML"),
-    ([], "training: {max_steps: '1:30'}", {}, "run.yaml: training.max_steps: 1:30 is 90 in YAML"),
+    ([], "training: {max_steps: '010'}", {}, "run.yaml: line 1: training.max_steps: 010 is 8"),
+    ([], "training: {max_steps: '1:30'}", {}, "run.yaml: line 1: training.max_steps: 1:30 is 90"),
     (["--training.max_steps=010"], None, {}, "command line: training.max_steps: 010 is 8 in YAML"),
     (
         ["--training.max_steps", "1:30"],
@@ -711,7 +757,7 @@ REFUSED = [
         ["--model.rope_scaling", "{rope_type: linear, factor: 2, factor: 8}"],
         None,
         {},
-        "the key 'factor' stands in line 1",
+        "command line: model.rope_scaling: the key 'factor' is set in line 1 and again in line 1",
     ),
     (
         [],
@@ -723,9 +769,9 @@ REFUSED = [
         [],
         None,
         {"MODEL__ROPE_SCALING": "{rope_type: linear, factr: 2}"},
-        "'model.rope_scaling.factr' is no key",
+        "'model.rope_scaling.factr' is not a key",
     ),
-    ([], "model: {hidden_size: null}", {}, "model.hidden_size=None must be a whole number"),
+    ([], "model: {hidden_size: null}", {}, "model.hidden_size=null must be a whole number"),
     (
         [],
         "model: {layer_types: [full]}",
@@ -737,13 +783,13 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: cubic, factor: 2}}",
         {},
-        "rope_scaling.rope_type=cubic must be linear or llama3",
+        "rope_scaling.rope_type=cubic must be linear or dynamic or llama3",
     ),
     (
         [],
         "model: {rope_scaling: {rope_type: linear, factor: null}}",
         {},
-        "model.rope_scaling.factor is missing",
+        "line 1: model.rope_scaling.factor=null must be a number",
     ),
     ([], None, {"MODEL__ROPE_SCALING": "{factor: 8}"}, "model.rope_scaling.rope_type is missing"),
     # impossible values and combinations, with the path also where the model's own check speaks
@@ -752,13 +798,13 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: linear, factor: 0.5}}",
         {},
-        "model.rope_scaling.factor=0.5 must be a finite",
+        "model.rope_scaling.factor=0.5 must be finite and at least 1",
     ),
     (
         [],
         "optimization: {learning_rate: .nan}",
         {},
-        "optimization.learning_rate=nan must be positive and finite",
+        "optimization.learning_rate=.nan must be positive and finite",
     ),
     (
         ["--data.sequence_length", "300"],
@@ -767,7 +813,12 @@ REFUSED = [
         "data.sequence_length=300 does not fit model.max_position_embeddings=256",
     ),
     # too large, too deep
-    ([], f"training:\n  batch_size: 1{'0' * 400}", {}, "run.yaml: line 2: int too large"),
+    (
+        [],
+        f"training:\n  batch_size: 1{'0' * 400}",
+        {},
+        "run.yaml: line 2: training.batch_size: int too large",
+    ),
     (
         [f"--optimization.learning_rate=1{'0' * 400}"],
         None,
@@ -786,7 +837,7 @@ REFUSED = [
         ["--callbacks=[{class: a:B, n: {m: 1}}]"],
         None,
         {},
-        "the arguments of a callback are numbers",
+        "command line: callbacks=[{class: a:B, n: {m: 1}}] must be a list of",
     ),
     (
         [],
@@ -794,9 +845,8 @@ REFUSED = [
         {},
         "callbacks=[{'class': 'a:B', 'n': [[1]]}] must",
     ),
-    (["--init_from=#x"], None, {}, "init_from='#x' is nothing in YAML"),
     # files that are none
-    ([], "training:", {}, "run.yaml: training=None must hold keys and values of its own"),
+    ([], "training:", {}, "run.yaml: line 1: training=null must hold keys and values of its own"),
     ([], "- 1", {}, "it must hold keys and values"),
     ([], "training: [", {}, "run.yaml: line 1: while parsing a flow node, expected"),
     ([], "a: 1\n---\nb: 2", {}, "expected a single document"),
@@ -809,10 +859,24 @@ REFUSED = [
     ),
     (["--config", "missing.yaml"], None, {}, "--config missing.yaml: there is no such file"),
     (["--config", "."], None, {}, "--config .: there is no such file"),
-    (["--config"], None, {}, "expected one argument"),
-    (["--training.max_steps"], None, {}, "expected one argument"),
-    (["training.max_steps=5"], None, {}, "unrecognized arguments: training.max_steps=5"),
-    (["-x"], None, {}, "unrecognized arguments: -x"),
+    (["--config"], None, {}, "command line: --config needs a value"),
+    (["--training.max_steps"], None, {}, "command line: --training.max_steps needs a value"),
+    (["--run-dir", "--task=lm"], None, {}, "--run_dir needs a value; one that begins with --"),
+    (
+        ["--progress"],
+        None,
+        {},
+        "'progress' is not a key of the configuration; do you mean 'logging",
+    ),
+    (["training.max_steps=5"], None, {}, "command line: 'training.max_steps=5' is not an option"),
+    (["-x"], None, {}, "command line: '-x' is not an option: write --key value"),
+    (["--training.max_steps=-5"], None, {}, "training.max_steps=-5 must be positive and finite"),
+    (
+        [],
+        None,
+        {"TRAINING__SEED": "-1"},
+        "environment variable LLM_COURSE_TRAINING__SEED: training",
+    ),
 ]
 
 
@@ -974,6 +1038,7 @@ def values_of(kind, name):
         int | Literal["epoch"]: st.sampled_from([7, "epoch"]),
         float | None: st.none() | st.floats(0.01, 0.99),
         SyntheticConfig: st.builds(SyntheticConfig, num_examples=st.integers(16, 99)),
+        StoriesConfig: st.builds(StoriesConfig, num_bytes=st.integers(1, 9999)),
     }
     if name == "master_port":
         return st.none() | st.integers(1, 65535)
@@ -995,7 +1060,7 @@ def configurations(draw):
     training = part(TrainingConfig)
     for name in draw(st.permutations(["max_steps", "max_epochs", "max_tokens"]))[1:]:
         training.pop(name, None)
-    distributed = part(DistributedConfig, keep=("strategy", "cpu_offload"))
+    distributed = part(DistributedConfig, keep=("strategy", "cpu_offload", "model_parallel_size"))
     yarn = RopeScaling(
         rope_type="yarn",
         factor=4.0,

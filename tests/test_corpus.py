@@ -84,7 +84,8 @@ def test_a_name_in_place_of_a_list(arguments):
 
 def test_unknown_name():
     with pytest.raises(
-        ValueError, match="no corpus is called 'python_docs': there are python-docs, python-source"
+        ValueError,
+        match="no corpus is called 'python_docs': there are python-docs, python-source, stories",
     ):
         load_corpus("python_docs")
 
@@ -169,8 +170,8 @@ def test_order_is_kept_and_a_file_is_read_once(plant, tmp_path):
             r"line 1: character 2 is \\ud800, half of a surrogate pair",
         ),
         (b'{"text": "caf\xe9"}', "a.jsonl", "byte 0xe9 at offset 13"),
-        (b"PAR1 and no more", "a.parquet", "not a whole parquet file"),
-        (b"", "a.parquet", "not a whole parquet file"),
+        (b"PAR1 and no more", "a.parquet", "not a complete parquet file"),
+        (b"", "a.parquet", "not a complete parquet file"),
     ],
 )
 def test_broken_files_name_their_place(plant, data, name, message):
@@ -211,7 +212,7 @@ def test_broken_parquet(tmp_path):
     with pytest.raises(ValueError, match=r"row 0: the field holds 1 \(int\)"):
         load_corpus(files=[str(path)], field="id")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"a\.parquet is not a whole parquet file"):
+    with pytest.raises(ValueError, match=r"a\.parquet is not a complete parquet file"):
         load_corpus(files=[str(path)])
     write_table(path, text=["a", None])
     with pytest.raises(ValueError, match="row 1: the field holds None"):
@@ -370,3 +371,11 @@ def test_two_spellings_of_a_path_are_one_file(tmp_path, monkeypatch):
     assert load_corpus(files=["a.txt", "./a.txt", tmp_path / "a.txt", "*.txt"]).documents == [
         "once"
     ]
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 1.5, "0", True])
+def test_a_split_needs_a_seed(wrong):
+    with pytest.raises(ValueError, match="seed=.* must be a whole number"):
+        split_documents(["abc", "d"], val_fraction=0.5, seed=wrong)
+    with pytest.raises(ValueError, match="documents='abc' must be a list"):
+        split_documents("abc", val_fraction=0.5, seed=0)

@@ -20,6 +20,7 @@ from llm_course.text.corpus import load_corpus, split_documents
 from llm_course.text.data import (
     BaseDataModule,
     SyntheticDataModule,
+    SyntheticTask,
     TextDataModule,
     check_same_data,
 )
@@ -181,10 +182,11 @@ def test_no_prompt_occurs_twice(arguments, sizes):
         (dict(batch_size=0), "batch_size=0 must be a whole number of at least 1"),
         (dict(num_workers=-1), "num_workers=-1"),
         (dict(seed=-1), "seed=-1 must be a whole number of at least 0"),
-        (dict(val_fraction=0.0), "leaves one split empty"),
-        (dict(val_fraction=1.0), "leaves one split empty"),
-        (dict(val_fraction=-0.5), "leaves one split empty"),
+        (dict(val_fraction=0.0), "val_fraction=0.0 must be above 0 and below 1"),
+        (dict(val_fraction=1.0), "val_fraction=1.0 must be above 0 and below 1"),
+        (dict(val_fraction=-0.5), "val_fraction=-0.5 must be above 0 and below 1"),
         (dict(num_symbols=2, length=2), "of 4 examples leaves one"),
+        (dict(val_fraction=None), "val_fraction=None must be above 0 and below 1"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
@@ -394,7 +396,7 @@ def test_text_that_became_too_short_leaves_the_prepared_files(folder):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("x", "too few to hold out"),
+        ("x", "too few for val_fraction=0.2"),
         ("one two three", "too short"),
         ("", "is empty"),
         (" \n", "is empty"),
@@ -583,8 +585,9 @@ def test_another_tokenizer_is_refused_also_where_the_data_is_prepared(folder):
 def test_validation_for_a_rank_that_is_not_there():
     data = SyntheticDataModule("copy", num_examples=20)
     data.setup()
-    for rank, world_size in ((-1, 2), (2, 2), (0, 0)):
-        with pytest.raises(ValueError, match="must lie in 0.."):
+    for rank, world_size in ((-1, 2), (2, 2), (0.5, 2), (0, 0)):
+        rule = "must lie in 0.." if world_size else "world_size=0 must be"
+        with pytest.raises(ValueError, match=rule):
             data.val_dataloader(rank=rank, world_size=world_size)
 
 
@@ -603,3 +606,24 @@ def test_a_decoder_that_gets_document_ids_reads_each_document_alone():
     )
     # without them the second reads the first
     assert (model(row).logits - apart)[:, 5:].abs().max() > 0.01
+
+
+def test_more_prompts_than_there_are_are_refused():
+    """It would draw forever."""
+    rule = SyntheticTask("copy", 2, 2)
+    assert len(set(rule.draw_prompts(4, seed=0))) == rule.num_prompts == 4
+    with pytest.raises(ValueError, match="count=5 is more than the 4 prompts"):
+        rule.draw_prompts(5, seed=0)
+
+
+def test_settings_are_refused_before_the_text_is_read(tmp_path):
+    for wrong, message in (
+        (dict(vocab_size=100), "vocab_size=100 is too small"),
+        (dict(val_fraction=1.5), "val_fraction=1.5 must be above 0 and below 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TextDataModule(tmp_path, **wrong)
+    data = TextDataModule(tmp_path)
+    for ask in (data.fingerprint, lambda: data.bytes_per_token):
+        with pytest.raises(ValueError, match="call setup.. first"):
+            ask()

@@ -240,8 +240,13 @@ def test_ctrl_c_in_every_process_ends_the_launch():
         # it was lost, and the others went on
         (worker.refuses_with_two_words, 1, Exception, "Refused: x=3 is refused"),
         # it was waited for without end
-        (worker.leaves_in_silence, 1, RuntimeError, "without an answer"),
-        (worker.refuses_in_rank_1, 0, ValueError, "world_size=0 must be at least 1"),
+        (worker.leaves_in_silence, 1, RuntimeError, "without a result"),
+        (
+            worker.refuses_in_rank_1,
+            0,
+            ValueError,
+            "world_size=0 must be a whole number of at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_sent_does_not_keep_the_launch_waiting(function, world_size, error, words):

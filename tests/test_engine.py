@@ -385,7 +385,7 @@ def test_an_epoch_goes_on_from_any_position(position):
 def test_an_epoch_without_a_batch_left_is_refused():
     data = Points(4)
     data.setup()
-    with pytest.raises(ValueError, match="epoch 1 has no batch 6, where it is to begin"):
+    with pytest.raises(ValueError, match="epoch 1 has no batch 6 to begin with"):
         Epoch(data, TrainState(epoch=1, batch=6), Runtime(), 4)
 
 
@@ -702,13 +702,13 @@ def test_a_run_in_epochs_needs_to_know_the_rows():
         (lambda loss, count: StepOutput(loss.detach(), count), "loss_sum has no gradient"),
         (
             lambda loss, count: StepOutput(loss, count.float()),
-            "num_targets must be one whole number",
+            "num_targets must be a whole number",
         ),
         (
             lambda loss, count: StepOutput(loss, count.repeat(2)),
-            "num_targets must be one whole number",
+            "num_targets must be a whole number",
         ),
-        (lambda loss, count: StepOutput(loss, None), "num_targets must be one whole number"),
+        (lambda loss, count: StepOutput(loss, None), "num_targets must be a whole number"),
     ],
 )
 def test_task_that_returns_nonsense(change, message):
@@ -955,9 +955,7 @@ def test_a_position_behind_the_data_is_refused():
     state["state"]["batch"] = 100  # 21 rows are 6 batches
     engine = make(max_steps=9)
     engine.setup(state)
-    with pytest.raises(
-        ValueError, match="epoch 0 has no batch 100, where it is to begin: give more text"
-    ):
+    with pytest.raises(ValueError, match="epoch 0 has no batch 100 to begin with: give more text"):
         engine.run()
 
 
@@ -1062,7 +1060,7 @@ def test_a_run_that_was_broken_off_inside_a_step_is_not_run_again():
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     assert engine.in_step
-    with pytest.raises(ValueError, match="broken off inside a step: begin with a new engine"):
+    with pytest.raises(ValueError, match="ended inside a step: make a new engine"):
         engine.run()
 
 

@@ -223,7 +223,7 @@ def test_resume_is_exact(folder, stop):
         (["--data.files", "empty.txt"], "empty.txt is empty: it holds no text"),
         (["--data.files", "latin.txt"], "latin.txt is not UTF-8: byte 0xe9 at offset 3"),
         (["--data.files", "marked.txt"], "marked.txt is not UTF-8: byte 0xe9 at offset 6"),
-        (["--data.files", "short.txt"], "12 characters are too few to hold out 0.05 of them"),
+        (["--data.files", "short.txt"], "12 characters are too few for val_fraction=0.05"),
         (["--data.files", "."], "is a directory"),
         (["--data.corpus", "wikipedia"], "no corpus is called 'wikipedia'"),
         (

@@ -274,9 +274,50 @@ def test_filters_keep_the_best_and_take_any_shape():
 
 
 def test_seen_must_be_a_mask_of_the_logits():
-    for seen in (torch.ones(2, 4, dtype=torch.long), torch.ones(4, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="expected bool of the logits' shape"):
+    for seen, rule in (
+        (torch.ones(2, 4, dtype=torch.long), "expected bool"),
+        (torch.ones(4, dtype=torch.bool), "expected .2, 4. = the shape of the logits"),
+        (None, "seen is a NoneType, expected a tensor"),
+    ):
+        with pytest.raises(ValueError, match=rule):
             penalize_repetition(torch.zeros(2, 4), seen, 1.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, [[1.0]], "x", torch.tensor(1.0), torch.zeros(2, 0), torch.ones(1, 3).long()],
+    ids=["None", "list", "text", "0-d", "no vocabulary", "integers"],
+)
+def test_what_is_no_table_of_logits_is_refused(wrong):
+    for rule in (
+        lambda x: keep_top_p(x, 0.6),
+        lambda x: keep_top_k(x, 3),
+        lambda x: keep_min_p(x, 0.2),
+        lambda x: penalize_repetition(x, torch.ones(1, 3, dtype=torch.bool), 1.5),
+        token_probabilities,
+        sample,
+    ):
+        with pytest.raises(ValueError, match="logits (is a|has)"):
+            rule(wrong)
+
+
+def test_what_is_no_tensor_of_ids_is_refused():
+    model = build()
+    for wrong in (None, [[1, 2]], "x", torch.tensor([[1.0]])):
+        with pytest.raises(ValueError, match="input_ids (is a|has dtype)"):
+            generate(model, wrong, max_new_tokens=1)
+        with pytest.raises(ValueError, match="input_ids (is a|has dtype)"):
+            generate_speculatively(model, model, wrong, max_new_tokens=1)
+        with pytest.raises(ValueError, match="drafts (is a|has dtype)"):
+            accept_drafts(wrong, torch.eye(4), torch.eye(4))
+    with pytest.raises(ValueError, match="attention_mask is a list"):
+        generate(model, torch.tensor([[1]]), max_new_tokens=1, attention_mask=[[1]])
+    for k in (None, [[1.0]], torch.ones(1, 1, 1, 1).long()):
+        with pytest.raises(ValueError, match="k (is a|has dtype)"):
+            KVCache(4).update(0, k, k)
+    for rows in (None, 5, "text"):
+        with pytest.raises(ValueError, match="rows=.* must be a list"):
+            pad_left(rows, 0)
 
 
 def test_top_p_of_one_keeps_everything_in_a_large_vocabulary():
@@ -533,9 +574,9 @@ def test_nothing_is_asked_for():
         ([[1, 2]], dict(stop_token_ids=[3], pad_token_id=-1), "-1 is outside 0..39"),
         ([[1], [2]], dict(stop_token_ids=[3]), "pad_token_id=None: 2 rows"),
         ([[1]], dict(stop_token_ids=[3], num_return_sequences=2), "pad_token_id=None: 2 rows"),
-        ([[1, 2]], dict(attention_mask=torch.tensor([[1, 0]])), "padding stands on the left"),
-        ([[1, 2, 3]], dict(attention_mask=torch.tensor([[1, 0, 1]])), "padding stands on the left"),
-        ([[1, 2]], dict(attention_mask=torch.tensor([[0, 0]])), "padding stands on the left"),
+        ([[1, 2]], dict(attention_mask=torch.tensor([[1, 0]])), "padding belongs on the left"),
+        ([[1, 2, 3]], dict(attention_mask=torch.tensor([[1, 0, 1]])), "padding belongs on the"),
+        ([[1, 2]], dict(attention_mask=torch.tensor([[0, 0]])), "padding belongs on the left"),
         ([[1, 2]], dict(attention_mask=torch.tensor([[1]])), "the shape of input_ids"),
         ([[1, 2]], dict(attention_mask=torch.tensor([[-math.inf, 0.0]])), "bool or integers"),
     ],
@@ -675,8 +716,8 @@ def test_what_cannot_be_a_stop_string_is_shown_at_once():
     shown = until_stop(iter(["hello ", "wor", "m", "ld"]), ["world"])
     assert [next(shown), next(shown), next(shown)] == ["hello ", "worm", "ld"]
     assert list(until_stop(["abc"], (stop for stop in ["b"]))) == ["a"]
-    for wrong in ("abc", ["a", ""]):
-        with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
+    for wrong in ("abc", ["a", ""], ["a", 1], None):
+        with pytest.raises(ValueError, match="must be a list|must be strings, none of them empty"):
             list(until_stop(["x"], wrong))
 
 
@@ -876,7 +917,7 @@ def test_speculation_refuses_what_it_cannot_do():
         (dict(input_ids=torch.zeros(2, 3, dtype=torch.long)), r"expected \(1, T\)"),
         (dict(num_drafts=0), "num_drafts=0"),
         (dict(max_new_tokens=17), "make 21 tokens, more than max_position_embeddings=20"),
-        (dict(draft_model=build(vocab_size=41)), "vocab_size=41 and 40"),
+        (dict(draft_model=build(vocab_size=41)), "vocab_size=41 and 40: they must share"),
         (dict(input_ids=torch.tensor(1)), r"expected \(1, T\)"),
         (dict(repetition_penalty=1.2), "repetition_penalty=1.2 does not go with drafts"),
     ):

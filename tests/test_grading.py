@@ -6,12 +6,15 @@ machine has; what needs one is skipped where there is none.
 """
 
 import ast
+import csv
 import functools
 import json
 import os
 import re
 import socket
 import sys
+import time
+import zipfile
 from pathlib import Path
 
 import nbformat
@@ -27,6 +30,7 @@ import attacks  # noqa: E402
 import exercises  # noqa: E402
 import grading  # noqa: E402
 import isolation  # noqa: E402
+import similarity  # noqa: E402
 import test_exercises as corpus  # noqa: E402
 
 WORKING = [way for way in isolation.WAYS if not isolation.find_ways()[way.name]]
@@ -271,6 +275,55 @@ def test_what_is_not_clear_is_listed(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    "names, students",
+    [
+        (["Jane Doe_1234567_assignsubmission_file_"], ["Jane Doe"]),
+        (["Jane Doe_1234567_assignsubmission_file"], ["Jane Doe"]),
+        (["Zoë O'Neil_12_assignsubmission_file_05_attention.ipynb"], ["Zoë O_Neil"]),
+        (["doejane_4321_98765_05_attention-1.ipynb"], ["doejane"]),
+        (["doejane_LATE_4321_98765_05_attention.ipynb"], ["doejane"]),
+        (["Jane Doe_1_assignsubmission_file_", "Jane Doe_2_assignsubmission_file_"], None),
+        (["course-jane", "jane_doe", "j.doe@example.org"], None),
+        (["=1+1", 'Doe, "Jane"'], ["_1_1", "Doe_ _Jane_"]),
+    ],
+)
+def test_platforms_name_the_students(names, students):
+    """Two of one name keep their numbers; nothing in a name ends a column of a table."""
+    expected = students or [re.sub("_assignsubmission_file_", "", name) for name in names]
+    assert list(grading.students_of(names).values()) == expected
+
+
+def test_an_archive_is_taken_as_it_comes(tmp_path):
+    archive = tmp_path / "moodle.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        for name in (
+            "Jane Doe_17_assignsubmission_file_/05_attention.ipynb",
+            "Jane Doe_17_assignsubmission_file_/nbs/03_embedding.ipynb",
+            "John Roe_18_assignsubmission_file_05_Attention (2).ipynb",
+            "../outside.ipynb",
+        ):
+            files.writestr(zipfile.ZipInfo(name, (2027, 2, 3, 4, 5, 6)), "{}")
+    with exercises.opened(archive) as folder:
+        handed_in, problems = grading.collect(folder, list(sources))
+        assert list(handed_in) == [("Jane Doe", "05_attention"), ("John Roe", "05_attention")]
+        assert [(p.student, p.what) for p in problems] == [("", "outside.ipynb")]
+        times = {time.localtime(path.stat().st_mtime)[:6] for path in handed_in.values()}
+        assert times == {(2027, 2, 3, 4, 5, 6)}
+    assert [path.name for path in tmp_path.iterdir()] == ["moodle.zip"]
+    (tmp_path / "not.zip").write_text("")
+    with pytest.raises(SystemExit, match="no folder or zip archive"):
+        exercises.opened(tmp_path / "not.zip").__enter__()
+
+
+def test_an_archive_that_would_fill_the_disk_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(grading, "LARGEST_ARCHIVE", 10)
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w") as files:
+        files.writestr("jane/05_attention.ipynb", "x" * 11)
+    with pytest.raises(SystemExit, match="would unpack to 11 bytes"):
+        exercises.opened(tmp_path / "bomb.zip").__enter__()
+
+
 def test_escape_sequences_do_not_reach_a_terminal():
     text = "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202eabc\r\n\x1b"
     assert grading.printable(text).isprintable()
@@ -415,6 +468,61 @@ def check_feedback(course: Path, name: str) -> None:
     secret = [line for line in lines if len(line) > 40 and line not in visible]
     assert len(secret) > 10
     assert [line for line in secret if re.sub(r"\s+", "", line) in text] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deadlines_and_what_goes_back(tmp_path, capfd, monkeypatch):
+    """An archive is graded; late days are counted, and what comes after them earns nothing."""
+    name = "04_normalization"
+    monkeypatch.setattr(grading, "CELL_SECONDS", 60.0)
+    monkeypatch.setattr(exercises, "COURSE", tmp_path / "course")
+    course = exercises.COURSE
+    exercises.generate([sources[name]], course)
+    api = exercises.open_course(course)
+    with exercises.Gradebook(api.coursedir.db_url, "llm_course") as gradebook:
+        gradebook.update_or_create_assignment(name, duedate="2027-02-01 12:00:00 UTC")
+    archive = tmp_path / "moodle.zip"
+    days = {"Ann": 1, "Ben": 2, "Cid": 9}
+    with zipfile.ZipFile(archive, "w") as files:
+        for number, (student, day) in enumerate(days.items()):
+            entry = zipfile.ZipInfo(
+                f"{student}_{number}_assignsubmission_file_/{name}.ipynb", (2027, 2, day, 0, 0, 0)
+            )
+            files.writestr(entry, sources[name].read_text(encoding="utf-8"))
+    assert exercises.grade_folder(archive, WAY.name, [name], late_days=3) == 0
+    output = capfd.readouterr().out
+    assert re.search(rf"^late days\nBen +1  {name} 1\nCid +8  {name} 8$", output, re.MULTILINE)
+    with (course / "grades.csv").open(encoding="utf-8") as file:
+        rows = {row["student_id"]: row for row in csv.DictReader(file)}
+    scores = {student: float(row["score"]) for student, row in rows.items()}
+    assert scores == {"Ann": 25, "Ben": 25, "Cid": 0}, output
+    assert float(rows["Cid"]["late_submission_penalty"]) == 25
+    pages = sorted(path.parts[-3] for path in course.glob("feedback/*/*/*.html"))
+    assert pages == list(days)
+    assert exercises.find_graded(course) == {(student, name) for student in days}
+
+
+def test_similar_answers_are_listed():
+    """A copy with other names is found; what the exercise gives, or its solution, isn't counted."""
+    name = "06_mlp"
+    cell = next(c for c in corpus.cells_of(name) if c.kind == "solution")
+    own = "def f(x, y):\n" + "".join(
+        f"    x = x * {i} + y ** {i % 7} - {i * i}\n" for i in range(30)
+    )
+    other = own.replace("x", "value").replace("f(", "work(").replace("\n    ", "\n    # mine\n    ")
+    unlike = "def f(a):\n" + "".join(
+        f"    print(a[{i}:], {i} // 3, sep='{i}')\n" for i in range(30)
+    )
+    answers = {"ann": own, "ben": other, "cid": unlike, "dan": cell.source, "eve": cell.source}
+    notebooks = {}
+    for student, code in answers.items():
+        notebooks[student] = blank_of(name)
+        for blank in notebooks[student].cells:
+            if grading.grade_id(blank) == cell.name:
+                blank.source = code
+    exercise = nbformat.read(sources[name], as_version=4)
+    [pair] = similarity.similar_answers(notebooks, exercise, 0.6)
+    assert (pair.students, pair.cell, pair.share) == (("ann", "ben"), cell.name, 1)
 
 
 # ---------------------------------------------------------------- all twenty

@@ -82,7 +82,7 @@ def test_parts_are_for_the_processors_on_which_they_pay(monkeypatch, maker, mkl,
     monkeypatch.setattr(Path, "read_text", lambda path, **options: f"vendor_id : {maker}")
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-    hardware_asked = runpy.run_path(hardware.__file__)["cpu_is_amd"]
+    hardware_asked = runpy.run_module(hardware.__name__)["cpu_is_amd"]
     monkeypatch.setattr(kernels, "cpu_is_amd", hardware_asked)
     kernels._ask_for_mkl_on_amd.cache_clear()
     assert kernels.parts_pay() is parts
@@ -103,7 +103,7 @@ def test_elsewhere_it_leaves_the_work_to_pytorch(products):
         assert pair(12, 7)[0](x).shape == (2, 7)  # seven outputs cannot be cut
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             ours(torch.randn(2, 11))
-        with pytest.raises(RuntimeError, match="dtype"):
+        with pytest.raises(ValueError, match="x is torch.bfloat16 and the weights are "):
             ours(x.bfloat16())
     assert products == []
 
@@ -132,3 +132,29 @@ def test_parts_give_the_same_numbers_with_any_number_of_threads(products):
             found.append(ours(x))
     torch.set_num_threads(threads)
     assert torch.equal(*found) and len(products) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, [[1.0]], torch.ones(2, 12).long(), torch.ones(2, 12).bool()]
+)
+def test_what_is_no_tensor_of_numbers_is_refused(wrong):
+    with pytest.raises(ValueError, match="x (is a|has dtype)"):
+        Linear(12, 4)(wrong)
+
+
+def test_the_dtypes_are_compared_before_anything_is_computed():
+    layer = Linear(12, 4)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        x = torch.ones(2, 12, dtype=dtype)
+        with pytest.raises(ValueError, match=f"x is {dtype} and the weights are torch.float32"):
+            layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            if dtype == torch.float64:  # autocast leaves it alone
+                with pytest.raises(ValueError, match="x is torch.float64"):
+                    layer(x)
+            else:
+                assert layer(x).dtype == torch.bfloat16
+    with torch.device("meta"):  # which has no autocast
+        assert Linear(12, 4)(torch.ones(2, 12)).shape == (2, 4)
+        with pytest.raises(ValueError, match="x is torch.float64"):
+            Linear(12, 4)(torch.ones(2, 12, dtype=torch.float64))

@@ -26,6 +26,7 @@ from llm_course.model.moe import (
     Experts,
     MoE,
     Router,
+    bias_step,
     linear_by_expert,
     load_balancing_loss,
     router_z_loss,
@@ -195,7 +196,7 @@ def test_the_operator_keeps_what_it_says(dtype, weight_dtype):
         grouped_linear(x, weight, counts)
     others = {weight.data_ptr(), counts.data_ptr()}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in others)
-    assert found == grouped_linear_saved_bytes(40, 8, dtype)
+    assert found == grouped_linear_saved_bytes(40, 8, width=dtype.itemsize)
 
 
 def test_half_precision_meets_eight_sizes_between_two_powers_of_two():
@@ -323,7 +324,7 @@ def test_grouped_product_equals_pytorchs():
 
 
 def test_counts_that_do_not_cover_the_rows_are_refused():
-    with pytest.raises(RuntimeError, match=r"blocks of \[3, 3\] rows must fill the 7 rows"):
+    with pytest.raises(ValueError, match=r"blocks of \[3, 3\] rows must fill the 7 rows"):
         grouped_linear(torch.randn(7, 5), torch.randn(2, 3, 5), torch.tensor([3, 3]))
 
 
@@ -501,15 +502,21 @@ def test_losses_refuse_other_types():
         (torch.zeros(6, 4), index.int()),
         (torch.zeros(6, 4).long(), index.long()),
     ):
-        with pytest.raises(ValueError, match="expected a floating-point type and int64"):
+        rule = "expected int64" if logits.is_floating_point() else "expected a floating-point type"
+        with pytest.raises(ValueError, match=rule):
             load_balancing_loss(logits, wrong)
-    for logits in (
-        torch.zeros(6, 0),
-        torch.zeros(6, 4, dtype=torch.bool),
-        torch.zeros(6, 4).long(),
+    for logits, rule in (
+        (torch.zeros(6, 0), "at least one expert"),
+        (torch.zeros(6, 4, dtype=torch.bool), "expected a floating-point type"),
+        (torch.zeros(6, 4).long(), "expected a floating-point type"),
+        (None, "logits is a NoneType, expected a tensor"),
     ):
-        with pytest.raises(ValueError, match=r"must be \(N, E\), of a floating-point type"):
+        with pytest.raises(ValueError, match=rule):
             router_z_loss(logits)
+    with pytest.raises(ValueError, match="expert_index is a list, expected a tensor"):
+        load_balancing_loss(torch.zeros(6, 4), [[1]] * 6)
+    with pytest.raises(ValueError, match="tokens_per_expert is a NoneType, expected a tensor"):
+        bias_step(None, 0.1)
 
 
 def test_losses_refuse_unflattened_logits():
@@ -828,10 +835,12 @@ def test_experts_and_router_refuse_another_x(x):
         Router(6, 2, top_k=1)(x)
 
 
-@pytest.mark.parametrize("counts", [[3, 2, 2], [7], [3.0, 4.0], [[3, 4]]])
+@pytest.mark.parametrize("counts", [[3, 2, 2], [7], [3.0, 4.0], [[3, 4]], [True, True]])
 def test_experts_refuse_other_counts(counts):
-    with pytest.raises(ValueError, match="expected 2 whole numbers"):
+    with pytest.raises(ValueError, match="counts has (shape|dtype)"):
         Experts(2, 6, 8)(torch.ones(7, 6), torch.tensor(counts))
+    with pytest.raises(ValueError, match="counts is a list, expected a tensor"):
+        Experts(2, 6, 8)(torch.ones(7, 6), counts)
 
 
 def test_wrong_inputs():

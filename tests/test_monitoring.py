@@ -309,7 +309,7 @@ def test_the_clock_takes_the_medians_of_warm_steps_and_of_warm_validations(clock
     # After the 2nd, 4th and 6th step two batches of two rows are validated: 149, 138 and 100
     # seconds.
     assert cost[:3] == pytest.approx((0.2, 119 / 4, 8.8 + 149 - 119))
-    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+    with pytest.raises(ValueError, match="steps=0 must be a whole number of at least 1"):
         measure_step(config, steps=0)
 
 
@@ -360,9 +360,9 @@ def test_a_slow_loader_is_found():
 
 
 def test_a_monitor_refuses_what_it_cannot_divide_by():
-    with pytest.raises(ValueError, match="log_interval=0 must be at least 1"):
+    with pytest.raises(ValueError, match="log_interval=0 must be a whole number of at least 1"):
         PerformanceMonitor(log_interval=0)
-    with pytest.raises(ValueError, match="peak_flops=0.0 positive"):
+    with pytest.raises(ValueError, match="peak_flops=0.0 must be positive"):
         PerformanceMonitor(peak_flops=0.0)
 
 

@@ -123,14 +123,19 @@ def test_runtime_of_one_process():
     runtime = Runtime()
     model = nn.Linear(2, 2)
     assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
+    assert (runtime.data_rank, runtime.data_world_size, runtime.seed_rank) == (0, 1, 0)
     assert runtime.wrap(model) is model and runtime.device("cpu") == torch.device("cpu")
     assert runtime.any(True) and not runtime.any(False) and runtime.gather({"a": 1}) == [{"a": 1}]
     tensor = torch.tensor(3.0)
-    assert runtime.sum(tensor) == 3 and runtime.whole(tensor) is tensor
+    assert runtime.sum(tensor) == 3
     runtime.shard(model, bf16=True), runtime.barrier()
     optimizer = torch.optim.AdamW(model.parameters())
     with runtime.no_sync(model):
         model(torch.ones(1, 2)).sum().backward()
+    runtime.sync_gradients(model)
+    norm = runtime.clip(list(model.parameters()), 1.0)
+    assert norm == pytest.approx(6**0.5)  # six gradients of 1
+    assert model.weight.grad.norm() == pytest.approx((4 / 6) ** 0.5)
     optimizer.step()
     other = nn.Linear(2, 2)
     resumed = torch.optim.AdamW(other.parameters())

@@ -276,7 +276,7 @@ def test_other_models_embeddings_are_found_by_their_type():
 
 def test_impossible_optimizers_are_refused():
     with pytest.raises(
-        ValueError, match="muon needs a matrix inside the model, and there is none: take adamw"
+        ValueError, match="muon needs a matrix inside the model, and there is none: use adamw"
     ):
         build_optimizer(nn.Embedding(4, 3), OptimizationConfig(optimizer="muon"))
     for name in ("adamw", "muon"):

@@ -214,7 +214,7 @@ def test_more_bytes_than_the_header_says_are_refused(tmp_path, tokenizer):
 )
 def test_another_kind_of_file_is_refused(tmp_path, start):
     (tmp_path / "a").write_bytes(start.ljust(4096))
-    with pytest.raises(ValueError, match="is no token file"):
+    with pytest.raises(ValueError, match="is not a token file"):
         TokenFile(tmp_path / "a")
 
 
@@ -251,3 +251,12 @@ def test_a_pickled_token_file_is_its_path_and_opens_again(tmp_path, tokenizer):
     tokens = TokenFile.write(tmp_path / "a", DOCUMENTS * 100, tokenizer)
     state = pickle.dumps(tokens)
     assert len(state) < 500 < len(tokens) and pickle.loads(state)[:].tolist() == tokens[:].tolist()
+
+
+@pytest.mark.parametrize("documents", [[], "one text", None])
+def test_no_documents_write_no_file(tmp_path, tokenizer, documents):
+    with pytest.raises(ValueError, match="documents"):
+        TokenFile.write(tmp_path / "a", documents, tokenizer)
+    with pytest.raises(ValueError, match="num_proc=0"):
+        TokenFile.write(tmp_path / "a", ["x"], tokenizer, num_proc=0)
+    assert not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from llm_course.text.bpe import GPT2_PATTERN
+from llm_course.text.bpe import BYTE_CHARACTERS, GPT2_PATTERN
 from llm_course.text.tokenization import (
     CHAT_TOKENS,
     SPECIAL_TOKENS,
@@ -27,6 +28,8 @@ from llm_course.text.tokenization import (
     ByteBPETokenizer,
     SimpleCharacterTokenizer,
     WordCache,
+    chatml,
+    load_tokenizer,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -540,8 +543,72 @@ def test_byte_level_bpe_of_another_kind():
     with pytest.raises(ValueError, match="BPETokenizer reads more kinds"):
         ByteBPETokenizer.from_json(library.to_str())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(ValueError, match="does not give text back"):
+    with pytest.raises(ValueError, match="decoding does not restore the text"):
         BPETokenizer.from_json(library.to_str())
+
+
+def without(characters: str, *, unknown: str | None) -> BPETokenizer:
+    """The shipped tokenizer without some bytes, as SmolLM2's, which lacks 21 of the 256."""
+    state = json.loads(SHIPPED.to_json())
+    model = state["model"]
+    model["vocab"] = {
+        token: i for token, i in model["vocab"].items() if not set(token) & set(characters)
+    }
+    model["merges"] = [
+        merge for merge in model["merges"] if not set("".join(merge)) & set(characters)
+    ]
+    model["unk_token"] = unknown
+    return BPETokenizer.from_json(json.dumps(state))
+
+
+LOST = BYTE_CHARACTERS[0] + BYTE_CHARACTERS[0xC3]  # the byte 0, and the first of "é"
+
+
+def test_a_vocabulary_may_lack_bytes():
+    tokenizer = without(LOST, unknown=None)
+    plain = "The quick brown fox, 12 dogs"
+    assert tokenizer.decode(tokenizer.encode(plain)) == plain
+    assert tokenizer.unk_token_id is None
+    assert tokenizer.vocab_size == SHIPPED.vocab_size  # the ids of the others stay
+    for text, character in (("a\0b", r"'\\x00'"), ("naïve café", "'ï'")):
+        with pytest.raises(ValueError, match=f"{character} needs a byte that the vocabulary lacks"):
+            tokenizer.encode(text)
+        with pytest.raises(ValueError, match="take it out of the text"):
+            list(tokenizer.encode_iterable(text))
+    # planted: the library alone drops the byte, and never says so
+    assert Tokenizer.from_str(tokenizer.to_json()).encode("a\0b").ids == tokenizer.encode("ab")
+
+
+def test_a_missing_byte_is_the_unknown_token_where_the_file_names_one():
+    tokenizer = without(LOST, unknown="<|eos|>")
+    unknown = SHIPPED.special_tokens["<|eos|>"]
+    assert tokenizer.unk_token_id == unknown
+    a, b = (tokenizer.encode(letter)[0] for letter in "ab")
+    assert tokenizer.encode("a\0b") == [a, unknown, b]
+    assert tokenizer.decode([a, unknown, b]) == "a<|eos|>b"
+    assert BPETokenizer.from_json(tokenizer.to_json()) == tokenizer
+
+
+def test_a_byte_that_a_whole_word_brings_is_there():
+    """Llama 3 looks a word up before it merges; a byte need not have an entry of its own."""
+    state = json.loads(without(LOST, unknown=None).to_json())
+    state["model"]["ignore_merges"] = True
+    state["model"]["vocab"]["Ã©"] = SHIPPED.vocab_size
+    tokenizer = BPETokenizer.from_json(json.dumps(state))
+    assert tokenizer.encode("é") == [SHIPPED.vocab_size]
+    with pytest.raises(ValueError, match="'é' needs a byte"):
+        tokenizer.encode("éé")
+
+
+def test_a_file_that_cuts_off_digits_keeps_doing_so():
+    library = Tokenizer.from_str(SHIPPED.to_json())
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), library.pre_tokenizer]
+    )
+    tokenizer = BPETokenizer.from_json(library.to_str())
+    digits = [SHIPPED.encode(digit)[0] for digit in "3456"]
+    assert tokenizer.encode("3456") == digits
+    assert SHIPPED.encode("3456") != digits
 
 
 def test_what_a_foreign_file_would_do_behind_our_back():
@@ -646,7 +713,7 @@ def test_training_arguments(bpe_class):
         pytest.raises(ValueError, match="at least two characters|ordinary token"),
     ):
         bpe_class.train(["text"], vocab_size=300, special_tokens=["t"])
-    with pytest.raises(ValueError, match="not one text"):
+    with pytest.raises(ValueError, match="not one str"):
         bpe_class.train("text", vocab_size=300)
     with pytest.raises(ValueError, match="surrogate"):
         bpe_class.train(["broken \ud83d"], vocab_size=300)
@@ -708,3 +775,92 @@ def test_the_memory_of_words_is_bounded_in_bytes():
     assert 0 < held <= cache.num_bytes <= 100_000
     assert cache["a long one " * 100_000] and cache.num_bytes <= 100_000  # not kept
     assert cache["word 4999"] is cache["word 4999"]  # computed once
+
+
+# ---------------------------------------------------------------- characters with special tokens
+
+
+def test_characters_have_the_special_tokens_that_are_asked_for(tmp_path):
+    tokenizer = SimpleCharacterTokenizer.from_text("ab\n", special_tokens=["<|bos|>", "<|eos|>"])
+    assert tokenizer.special_tokens == {"<PAD>": 0, "<UNK>": 1, "<|bos|>": 2, "<|eos|>": 3}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (2, 3, 7)
+    assert tokenizer.encode("<|bos|>ab?<|eos|>") == [2, 5, 6, 1, 3]
+    assert tokenizer.encode("<|eos|>", allow_special=False) == [1, 1, 1, 1, 1, 1, 1]
+    assert tokenizer.decode([2, 5, 1, 3]) == "<|bos|>a<UNK><|eos|>"
+    tokenizer.save(tmp_path)
+    for loaded in (SimpleCharacterTokenizer.load(tmp_path), load_tokenizer(tmp_path)):
+        assert loaded == tokenizer and loaded.sha256 == tokenizer.sha256
+    assert load_tokenizer(tmp_path / "tokenizer.json") == tokenizer
+    assert pickle.loads(pickle.dumps(tokenizer)) == tokenizer
+
+
+def test_characters_saved_before_there_were_more_special_tokens():
+    old = '{"type": "SimpleCharacterTokenizer", "characters": "ab"}'
+    tokenizer = SimpleCharacterTokenizer.from_json(old)
+    assert tokenizer == SimpleCharacterTokenizer("ab") and tokenizer.to_json() == old
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["<|eos|>", "<|eos|>"], "special token '<|eos|>' is there twice"),
+        (["<PAD>"], "special token '<PAD>' is there twice"),
+        (["x"], "special token 'x' must have at least two characters"),
+    ],
+)
+def test_special_tokens_of_characters_that_cannot_be(names, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SimpleCharacterTokenizer("ab", special_tokens=names)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"type": "SimpleCharacterTokenizer"}', '{"type": "Other"}']
+)
+def test_what_is_no_tokenizer_is_refused(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="tokenizer.json does not hold a tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_tables_that_do_not_fit_are_refused():
+    for ids in (range(256), range(258)):
+        with pytest.raises(ValueError, match="ids for 257 symbols"):
+            ByteBPETokenizer([(0, 1)], {}, ids)
+    with pytest.raises(ValueError, match="merge 0 joins the symbols 0 and 9999"):
+        ByteBPETokenizer([(0, 9999)], {}, range(257))
+    with pytest.raises(ValueError, match="data must be bytes, not str"):
+        BYTE.encode_bytes("text")
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, "2", True])
+def test_a_frequency_is_a_whole_number(bpe_class, wrong):
+    with pytest.raises(ValueError, match="min_frequency=.* must be a whole number"):
+        bpe_class.train(["text"], vocab_size=300, min_frequency=wrong)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["t", "", 5])
+def test_names_are_refused_before_anything_is_learned(bpe_class, name):
+    def never_read():
+        raise AssertionError("the texts were read")
+        yield
+
+    with pytest.raises(ValueError, match="at least two characters"):
+        bpe_class.train(never_read(), vocab_size=300, special_tokens=[name])
+
+
+@pytest.mark.parametrize("message", ["hi", None, 5, {"role": "user"}, {"role": "a", "content": 1}])
+def test_what_is_no_message_is_shown(message):
+    with pytest.raises(ValueError, match="must have a role and a content, both strings"):
+        list(chatml([message]))
+
+
+def test_a_tokenizer_loads_from_its_folder_and_from_its_file(tmp_path):
+    path = BYTE.save(tmp_path)
+    assert ByteBPETokenizer.load(tmp_path) == ByteBPETokenizer.load(path) == BYTE
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer.json does not hold a ByteBPETokenizer"):
+        ByteBPETokenizer.load(path)

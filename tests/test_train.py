@@ -19,7 +19,13 @@ from llm_course.model.config import ModelConfig
 from llm_course.training import run as train
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
-from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
+from llm_course.training.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    OptimizationConfig,
+    TrainingConfig,
+)
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
 from llm_course.training.run import find_task, load_run, train_worker
@@ -308,7 +314,7 @@ class TestWhatCannotWrite:
             "run holds no best checkpoint: no whole one was measured by checkpoint.best_metric=None"
             in error
         )
-        assert error.strip().endswith("Take --checkpoint latest")
+        assert error.strip().endswith("Use --checkpoint latest")
         assert cli(["evaluate", "--run", "run", "--checkpoint", "latest"]) == 0
         assert cli([*command, "--run", "nowhere", "--checkpoint", "best"]) == 2
         assert (
@@ -454,6 +460,23 @@ def test_a_second_run_in_the_folder_is_refused(folder):
     )
     config.logging.tensorboard = config.logging.progress = False
     assert train_worker(config).step == 2
+
+
+def test_a_second_run_into_the_same_folder_of_checkpoints_is_refused(folder):
+    config = Config(
+        run_dir="mine", task="regression", training=TrainingConfig(max_steps=2, device="cpu")
+    )
+    config.logging.tensorboard = config.logging.progress = False
+    config.checkpoint.dir = "shared"
+    with train._alone_in(Path("shared")):  # as another run holds it
+        with pytest.raises(ValueError, match="in shared: .* choose another --checkpoint.dir"):
+            train_worker(config)
+        assert not Path("mine", "config.yaml").exists()
+        assert [path.name for path in Path("shared").iterdir()] == [".lock"]
+        own = dataclasses.replace(config, run_dir="own", checkpoint=CheckpointConfig(dir="own"))
+        assert train_worker(own).step == 2  # one folder for both has one lock
+    assert train_worker(config).step == 2
+    assert load_checkpoint(CheckpointManager("shared").latest())["state"]["step"] == 2
 
 
 def of_text(task="lm"):

@@ -1,12 +1,15 @@
-"""The wheel, built from a clean tree, trains in an empty environment: nothing leans on the tree or
-on the dev tools.
+"""What a release holds, built from a clean tree. The wheel trains, and runs a page, in an empty
+environment: nothing leans on the tree or on the dev tools.
 """
 
+import configparser
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.wheel
 ROOT = Path(__file__).resolve().parent.parent
+LAUNCHED = "00a_first_run"  # the page that the badges open
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -45,27 +49,30 @@ def clean_tree(destination: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--outdir",
-        folder,
-        clean_tree(folder / "tree"),
-        cwd=folder,
-    )
-    return next(folder.glob("*.whl"))
+def distributions(tmp_path_factory) -> Path:
+    """A folder with the source distribution and the wheel that is built of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    tree = clean_tree(folder / "tree")
+    run(sys.executable, "-m", "build", "--outdir", folder, tree, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions) -> Path:
+    return next(distributions.glob("*.whl"))
 
 
 @pytest.fixture
 def empty_environment(tmp_path):
     folder = tmp_path / "empty"
     venv.create(folder, with_pip=True)
-    yield folder
+    yield Path(sysconfig.get_path("scripts", vars={"base": str(folder)}))
     shutil.rmtree(folder)  # a gigabyte
+
+
+def install(python: Path, *what: str | Path) -> None:
+    constraints = ROOT / "constraints.txt"
+    run(python, "-m", "pip", "install", "--quiet", "-c", constraints, *what, cwd=python.parent)
 
 
 def test_wheel_holds_the_package_alone(wheel):
@@ -77,20 +84,46 @@ def test_wheel_holds_the_package_alone(wheel):
     assert {name for name in files if ".dist-info/" not in name} == sources
 
 
-def test_wheel_trains_in_an_empty_environment(wheel, empty_environment, tmp_path):
-    scripts = Path(sysconfig.get_path("scripts", vars={"base": str(empty_environment)}))
-    run(
-        scripts / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "-c",
-        ROOT / "constraints.txt",
-        wheel,
-        cwd=tmp_path,
-    )
-    installed = run(scripts / "python", "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
+def test_the_source_distribution_holds_the_pages_and_no_solution(distributions):
+    [archive] = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    pages = {p.relative_to(ROOT).as_posix() for p in (ROOT / "nbs").glob("*.ipynb")}
+    assert pages <= names and {"settings.ini", "constraints.txt", "LICENSE"} <= names
+    assert {name for name in names if name.startswith(("solutions", "tests", "runs", "_"))} == set()
+
+
+def test_what_is_released_is_what_an_index_takes(distributions):
+    files = [*distributions.glob("*.whl"), *distributions.glob("*.tar.gz")]
+    run(sys.executable, "-m", "twine", "check", "--strict", *files, cwd=distributions)
+
+
+RUN_PAGE = """
+import sys
+
+import nbformat
+from nbclient import NotebookClient
+
+page = nbformat.read(sys.argv[1], as_version=4)
+page.cells.insert(0, nbformat.v4.new_code_cell(sys.argv[2]))
+NotebookClient(page, timeout=600).execute()
+"""
+# in the kernel: no address but this machine's own
+OFFLINE = """
+import socket
+_connect = socket.socket.connect
+def _refuse(self, address):
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
+    return _connect(self, address)
+socket.socket.connect = _refuse
+"""
+
+
+def test_wheel_trains_and_runs_a_page_in_an_empty_environment(wheel, empty_environment, tmp_path):
+    """The page is that of the badges: Colab and Kaggle bring a kernel, the wheel the rest."""
+    python = empty_environment / "python"
+    install(python, wheel)
+    installed = run(python, "-m", "pip", "list", "--format=freeze", cwd=tmp_path)
     assert not {"nbdev", "pytest", "ipython", "jupyterlab"} & {
         line.split("==")[0] for line in installed.splitlines()
     }
@@ -98,5 +131,22 @@ def test_wheel_trains_in_an_empty_environment(wheel, empty_environment, tmp_path
     config = shutil.copy(ROOT / "configs" / "first_run.yaml", tmp_path)
     options = "--run-dir a_run --training.max_steps 3 --model.hidden_size 32".split()
     options += "--data.vocab_size 512".split()
-    run(scripts / "llm-course", "train", "--config", config, *options, cwd=tmp_path)
+    run(empty_environment / "llm-course", "train", "--config", config, *options, cwd=tmp_path)
     assert list(tmp_path.glob("a_run/checkpoints/*/manifest.json"))
+
+    install(python, f"{wheel}[pages]", "ipykernel", "nbclient")
+    run(python, "-c", RUN_PAGE, ROOT / "nbs" / f"{LAUNCHED}.ipynb", OFFLINE, cwd=tmp_path)
+
+
+def test_the_badges_lead_to_the_repository():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini", encoding="utf-8")
+    values = settings["DEFAULT"]
+    repository = f"github.com/{values['user']}/{values['repo']}"
+    page = f"blob/{values['branch']}/nbs/{LAUNCHED}.ipynb"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"](https://colab.research.google.com/{repository.replace('.com', '')}/{page})" in readme
+    assert f"](https://kaggle.com/kernels/welcome?src=https://{repository}/{page})" in readme
+    first = json.loads((ROOT / "nbs" / f"{LAUNCHED}.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = next("".join(cell["source"]) for cell in first if cell["cell_type"] == "code")
+    assert f"git+https://{repository}" in code and 'find_spec("llm_course") is None' in code

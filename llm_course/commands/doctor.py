@@ -32,7 +32,7 @@ def _steps(
 ) -> dict[str, Tensor]:
     """What a step of AdamW adds to each parameter.
 
-    `by_columns`: to each matrix, stored by columns, as a transposed one is.
+    With `by_columns`, only to the matrices, each stored by columns, as a transposed matrix is.
     """
     before = {
         name: p.detach()
@@ -97,16 +97,16 @@ def check_device(
 ) -> dict[str, float]:
     """Take one float32 training step on `device` and on the CPU, and compare the two.
 
-    Both start from equal weights. Returns for the logits, the loss, each gradient and each step of
-    AdamW the largest difference, divided by the largest number on the CPU: about 1e-6 for a sound
-    device, infinity for NaN. Warns (RuntimeWarning) above `tolerance`, naming the worst. AdamW
-    steps on matrices stored by rows, and again by columns. Some faults show in large shapes only:
-    give the `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with
-    fewer digits) or the like is switched on, raise `tolerance`. With experts a near tie in a router
-    may send a token elsewhere, and a sound device looks broken: then check without. The global
-    random state is left alone. Raises ValueError for sizes that aren't whole numbers of at least 1,
-    a length that `config` cannot see, or a tolerance that is not positive and finite; and PyTorch's
-    own error where there is no `device`.
+    Both start from the same weights. Returns the largest difference of the logits, of the loss, of
+    each gradient and of each AdamW update, divided by the largest number on the CPU: about 1e-6 for
+    a sound device, infinity for NaN. A RuntimeWarning names the worst one above `tolerance`. AdamW
+    steps on matrices stored by rows, and again by columns. Some faults show only in large shapes:
+    pass the `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with
+    fewer digits) or the like is on, raise `tolerance`. With experts, a near tie in a router may
+    send a token elsewhere, and a sound device looks broken: check without experts. The global
+    random state is left alone. ValueError for sizes below 1, for a length beyond the positions of
+    `config`, and for a tolerance that is not positive and finite; PyTorch's own error where there
+    is no such `device`.
     """
     batch_size, T = check_sizes(batch_size=batch_size, sequence_length=sequence_length)
     check_numbers("(0, inf)", hint="1e-3 is usual", tolerance=tolerance)
@@ -138,7 +138,7 @@ def check_device(
 
 # %% ../../nbs/19f_doctor.ipynb #a9644d43
 def _compiler() -> tuple[str, bool]:
-    """What to say about torch.compile, and whether its numbers are right."""
+    """A line about torch.compile, and whether its numbers are right."""
     try:
         exact = bool((torch.compile(lambda x: torch.sin(x) + 1)(torch.zeros(8)) == 1).all())
     except Exception as error:
@@ -157,7 +157,7 @@ def _compiler() -> tuple[str, bool]:
 
 
 def _one_step(device: torch.device) -> tuple[str, bool]:
-    """What to say about a training step on `device`, and whether it agrees with the CPU's."""
+    """A line about a training step on `device`, and whether it agrees with the CPU's."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worst = max(check_device(device).values())
@@ -168,8 +168,9 @@ def _one_step(device: torch.device) -> tuple[str, bool]:
 
 # %% ../../nbs/19f_doctor.ipynb #c63538b1
 def doctor_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course doctor`: what this machine has, and whether it computes what it should. Returns 1
-    where it does not.
+    """`llm-course doctor`: print what this machine has, and whether it computes correctly.
+
+    Returns the exit status: 0, or 1 where it does not. ValueError for an unknown device.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course doctor", description="Check the environment of a training run."

@@ -15,13 +15,16 @@ from ..training.sources import load_config
 
 # %% ../../nbs/19e_estimate.ipynb #8f2cd25e
 def estimate_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course estimate`: what a run will cost, before it starts; takes the words that `train`
-    takes.
+    """`llm-course estimate`: print what a run will cost, before it starts.
+
+    Takes the options of `llm-course train`, and returns the exit status. ValueError as
+    `load_config` and `estimate_run`.
     """
     config, _ = load_config(sys.argv[1:] if argv is None else argv, prog="llm-course estimate")
     training = config.training
     length = config.data.sequence_length
     world_size = config.distributed.world_size
+    data_parts = world_size // config.distributed.group_size(world_size)
     cost = estimate_run(config)
     count = cost.parameters
     memory = cost.memory
@@ -32,7 +35,7 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     print(f"parameters        {count.total:>16,d}   of which a token uses {count.active:,d}")
     print(f"FLOPs a token     {cost.flops:>16,.0f}   forward and backward")
     print(
-        f"tokens a step     {tokens * world_size:>16,d}   {training.gradient_accumulation_steps} x"
+        f"tokens a step     {tokens * data_parts:>16,d}   {training.gradient_accumulation_steps} x"
         f" {training.batch_size} rows of {length}{processes}"
     )
     print(f"training memory   {_size(memory.total):>16}   at most, in tensors: {parts}")

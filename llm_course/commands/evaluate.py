@@ -13,13 +13,18 @@ from pathlib import Path
 
 import torch
 
+from ..training.engine import mean_loss
 from ..training.run import find_task, load_state
+from ..training.runtime import Runtime
 from ..training.sources import read_config
 
 # %% ../../nbs/19d_evaluate.ipynb #426b941a
 @torch.no_grad()
 def evaluate_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course evaluate`: the validation loss of a run, from its own folder."""
+    """`llm-course evaluate`: measure a run's validation loss, in nats per target, on the CPU.
+
+    Returns the exit status. ValueError where the run has no such checkpoint or no validation data.
+    """
     parser = argparse.ArgumentParser(
         prog="llm-course evaluate", description="Measure the validation loss of a run."
     )
@@ -28,7 +33,7 @@ def evaluate_command(argv: Sequence[str] | None = None) -> int:
         "--checkpoint",
         choices=("latest", "best"),
         default="latest",
-        help="which one (default: latest)",
+        help="which checkpoint to load (default: latest)",
     )
     options = parser.parse_args(argv)
     run_dir = Path(options.run)
@@ -41,7 +46,7 @@ def evaluate_command(argv: Sequence[str] | None = None) -> int:
     model.load_state_dict(state["model"])
     outputs = [task.validation_step(model, batch) for batch in data.val_dataloader()]
     targets = sum(int(output.num_targets) for output in outputs)
-    loss = sum(float(output.loss_sum) for output in outputs) / targets
+    loss = mean_loss(outputs, runtime=Runtime(), device=torch.device("cpu"))
     print(f"step {state['state']['step']}, {targets:,} targets: val_loss {loss:.4f}", end="")
     print("".join(f", {name} {value:.4f}" for name, value in task.metrics(loss, data).items()))
     return 0

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..model.decoder import DecoderModel
-from ..text.tokenization import BPETokenizer
-from ..training.run import continuation, load_run
+from ..text.tokenization import BaseTokenizer
+from ..training.run import continuation, initial_model, load_run, tokenizer_of
 
 # %% ../../nbs/19c_generate.ipynb #df9c9066
 def print_continuation(
-    model: DecoderModel, tokenizer: BPETokenizer, prompt: str, **settings: Any
+    model: DecoderModel, tokenizer: BaseTokenizer, prompt: str, **settings: Any
 ) -> None:
-    """Print `prompt` and what the model adds to it, piece by piece as it comes.
+    """Print `prompt` and the model's continuation, piece by piece as it is generated.
 
-    `settings` are those of `continuation`. ValueError for a prompt that is not valid UTF-8.
+    `settings` are those of `continuation`. ValueError for a prompt that is not valid UTF-8, and as
+    `continuation`.
     """
     try:
         prompt.encode("utf-8")
@@ -33,37 +34,48 @@ def print_continuation(
 
 # %% ../../nbs/19c_generate.ipynb #6a70f744
 def generate_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course generate`: stream a continuation of a prompt."""
+    """`llm-course generate`: stream a continuation of a prompt. Returns the exit status.
+
+    ValueError where the run cannot write text, or a setting is out of range.
+    """
     parser = argparse.ArgumentParser(
         prog="llm-course generate", description="Let a trained model continue a text."
     )
-    parser.add_argument("--run", required=True, help="the folder of the run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", help="the folder of the run")
+    source.add_argument(
+        "--model", help="instead of a run: a folder or model of Hugging Face, a .gguf file, smollm2"
+    )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
         "--checkpoint",
         choices=("latest", "best"),
         default="latest",
-        help="which one (default: latest)",
+        help="which one of the run (default: latest)",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=200, help="length of the continuation (default 200)"
+        "--max-new-tokens", type=int, default=200, help="tokens to generate at most (default: 200)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.6,
-        help="0 always takes the most likely token (default 0.6)",
+        help="0 always takes the most likely token (default: 0.6)",
     )
     parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
-        help="sample from the smallest set of tokens with this total probability (default 0.95)",
+        help="sample from the smallest set of tokens with this total probability (default: 0.95)",
     )
     parser.add_argument("--seed", type=int, help="makes the text repeatable")
     options = parser.parse_args(argv)
-    model, tokenizer = load_run(options.run, which=options.checkpoint)
+    if options.run is not None:
+        model, tokenizer = load_run(options.run, which=options.checkpoint)
+    else:
+        model, place = initial_model(options.model)
+        tokenizer = tokenizer_of(place)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(options, name) for name in names}
     print_continuation(model, tokenizer, options.prompt, **settings)

@@ -7,23 +7,24 @@ __all__ = ['scaled_dot_product_attention', 'HeadOptions', 'HeadProjections', 'Ke
 
 # %% ../../nbs/05a_attention.ipynb #efb003d5
 from functools import partial
-from typing import Protocol, TypedDict, Unpack
+from typing import Literal, Protocol, TypedDict, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_sizes
+from ..checks import check_choice, check_numbers, check_shape, check_sizes
 from llm_course.model.attention_weights import (
     check_attention,
     check_scale,
     check_softcap,
     softmax_weights,
 )
-from .embedding import apply_rotary
 from .kernels.attention import fastest_attention
 from .linear import Linear
 from .masks import causal_mask, visible_pairs
 from .normalization import RMSNorm
+from .rope import apply_rotary
 
 # %% ../../nbs/05a_attention.ipynb #db06f85e
 def _attend(
@@ -37,7 +38,7 @@ def _attend(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """`scaled_dot_product_attention` for arguments that have been checked."""
+    """`scaled_dot_product_attention` for arguments that have been checked already."""
     H, T = q.shape[1:3]
     K, S = k.shape[1:3]
     if softcap is not None:
@@ -46,13 +47,13 @@ def _attend(
         return F.dropout(weights, dropout).to(v.dtype) @ v.repeat_interleave(H // K, dim=1)
     kernel = fastest_attention(q, k, v)
     attend = partial(kernel, q, k, v, dropout_p=dropout, scale=scale, enable_gqa=H != K)
-    if is_causal and mask is None and T == S:
-        # a literal: torch.compile with a changing T cannot pass on `T == S` itself
+    if is_causal and mask is None and T == S:  # only here does PyTorch's flag mean what ours does
+        # a literal True: torch.compile with a changing T can't pass `T == S` itself
         return attend(is_causal=True)
     visible = visible_pairs(T, S, mask, is_causal, q.device)
     if visible is None:
         return attend()
-    # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then clear them
+    # (1 or B, 1 or H, 1 or T, 1): let these rows see everything, then set them to 0
     empty = ~visible.any(dim=-1, keepdim=True)
     return attend(attn_mask=visible | empty).masked_fill(empty, 0.0)
 
@@ -68,16 +69,17 @@ def scaled_dot_product_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T * scale) v: every query returns a weighted mean of the values.
+    """softmax(q k^T * scale) v: for each query, a weighted mean of the values.
 
-    `q` is (B, H, T, D), `k` and `v` are (B, K, S, D), and K divides H: query head h reads key/value
-    head h // (H / K). Returns (B, H, T, D). `mask` is boolean, True = may attend, and broadcasts to
-    (B, H, T, S) from the right: (T, S), (H, T, S). `is_causal` hides the keys after each query,
-    with the last query on the last key also when T != S (PyTorch's own flag puts the first on the
-    first); it is joined with `mask`. `scale` defaults to 1 / sqrt(D). `softcap` bounds the scores
-    by a tanh. `dropout` is a probability and acts whenever it is above 0. A query that may attend
-    to nothing returns zeros. Raises ValueError for shapes or dtypes that do not fit, a `softcap` or
-    `scale` that is not positive and finite, or a `dropout` outside [0, 1).
+    `q` is (B, H, T, D), `k` and `v` are (B, K, S, D), and K divides H: query head h attends to
+    key/value head h // (H / K). Returns (B, H, T, D). `mask` is boolean, True = may attend, and
+    broadcasts to (B, H, T, S) from the right: (T, S), (H, T, S). `is_causal` hides the keys after
+    each query; the last query is aligned with the last key even if T != S (PyTorch's own flag
+    aligns the first query with the first key). It is combined with `mask`. `scale` defaults to
+    1 / sqrt(D). `softcap` bounds the scores by a tanh. `dropout` is a probability, and is applied
+    whenever it is above 0. The output of a query that may attend to nothing is 0. Raises ValueError
+    for shapes or dtypes that don't fit, a `softcap` or `scale` that is not positive and finite, or
+    a `dropout` outside [0, 1).
 
     Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (K < H); Gemma 2, section 2
     (softcap).
@@ -85,20 +87,14 @@ def scaled_dot_product_attention(
     check_attention(q, k, v, mask)
     check_scale(scale=scale)
     check_softcap(softcap=softcap)
-    _check_dropout(dropout)
+    check_numbers("[0, 1)", dropout=dropout)
     return _attend(q, k, v, mask, is_causal, scale=scale, softcap=softcap, dropout=dropout)
-
-
-def _check_dropout(dropout: float) -> None:
-    """ValueError where `dropout` is no probability below 1."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout} must be at least 0 and below 1")
 
 # %% ../../nbs/05a_attention.ipynb #8c0c85a8
 def _head_sizes(
     hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int, int, int]:
-    """C, H, K and D, with the defaults in place of None; ValueError where they do not fit."""
+    """C, H, K and D, with the defaults in place of None; ValueError if they don't fit together."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     hidden_size, num_heads, num_kv_heads = check_sizes(
         hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads
@@ -116,56 +112,85 @@ def _head_sizes(
     return hidden_size, num_heads, num_kv_heads, hidden_size // num_heads
 
 
-def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by the angles of their positions; ValueError for other shapes."""
-    B, _, T, D = q.shape
-    if cos.shape != sin.shape or cos.shape not in ((1, T, D), (B, T, D)):
+def _rotated(x: Tensor, position_embeddings: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
+    """Rotate the first `rotary_dim` numbers of queries or keys by the angles of their positions.
+
+    ValueError for angles of another shape.
+    """
+    if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+        raise ValueError("position_embeddings must be the pair (cos, sin) of a RotaryEmbedding")
+    cos, sin = position_embeddings
+    B, _, T, D = x.shape
+    if cos.shape != sin.shape or cos.shape not in ((1, T, rotary_dim), (B, T, rotary_dim)):
+        width = "head_dim" if rotary_dim == D else "rotary_dim"
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T},"
-            f" {D}): give RotaryEmbedding(head_dim) the positions of these T tokens only"
+            f" {rotary_dim}): call RotaryEmbedding({width}) with the positions of these T tokens"
+            " only"
         )
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    if rotary_dim == D:
+        return apply_rotary(x, cos, sin)
+    return torch.cat((apply_rotary(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
 
 
 def _newest_keys(mask: Tensor | None, *, new: int, cached: int) -> Tensor | None:
-    """`mask` for the keys that the cache returned: a cache with a window forgets the oldest.
+    """The part of `mask` for the keys that the cache returned; a window forgets the oldest.
 
-    ValueError where it returned fewer than the new ones, or the mask has fewer keys than that.
+    ValueError if the cache returned fewer keys than there are new tokens, or if the mask has fewer
+    keys than the cache.
     """
     if cached < new:
         raise ValueError(
-            f"the cache returned S={cached} keys for T={new} new tokens, expected the new and the"
-            " earlier ones"
+            f"the cache returned S={cached} keys for T={new} new tokens, expected those of the new"
+            " and of the earlier tokens"
         )
     if mask is None or mask.ndim == 0:
         return mask
     if mask.shape[-1] < cached:
         raise ValueError(
-            f"mask {tuple(mask.shape)}: expected {cached} keys in its last dimension, the cached"
-            " ones count too"
+            f"mask {tuple(mask.shape)}: expected {cached} keys in its last dimension, including the"
+            " cached ones"
         )
     return mask[..., -cached:]
 
+# %% ../../nbs/05a_attention.ipynb #b1rotdim
+def _rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    """How many numbers of each head are rotated; None is all. ValueError where RoPE cannot."""
+    if rotary_dim is None:
+        return head_dim
+    check_sizes(0, rotary_dim=rotary_dim)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(
+            f"rotary_dim={rotary_dim} must be even and at most head_dim={head_dim}: RoPE rotates"
+            " pairs, and 0 rotates none"
+        )
+    return int(rotary_dim)
+
 # %% ../../nbs/05a_attention.ipynb #170e4c26
 class HeadOptions(TypedDict, total=False):
-    """Options that `MultiHeadAttention` passes on to its projections."""
+    """Options that `MultiHeadAttention` passes on to `HeadProjections`."""
 
     num_kv_heads: int | None
     head_dim: int | None
     attention_bias: bool
     attention_out_bias: bool | None
+    rotary_dim: int | None
     qk_norm: bool
+    qk_norm_over: Literal["head", "projection"]
     rms_norm_eps: float
 
 
 class HeadProjections(nn.Module):
     """The linear maps around attention: into H query heads and K key/value heads, and back.
 
-    `project(x, position_embeddings)` returns what attention compares and mixes. `num_kv_heads` is
-    K, by default H, and must divide H; `head_dim` is D, by default C / H. `attention_bias` adds a
-    bias to all four maps, `attention_out_bias` decides for the last alone (Qwen2 has none there).
-    `qk_norm` puts an RMSNorm on each head's q and k, before rotation (Qwen3). Names as in Hugging
-    Face's Llama. Raises ValueError for sizes that do not fit together.
+    `project(x, position_embeddings)` returns queries, keys and values. K is `num_kv_heads`, by
+    default H: K = H is multi-head attention, K = 1 multi-query, anything between grouped-query.
+    `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
+    `attention_out_bias` overrides it for the output projection (Qwen2 has no bias there).
+    `rotary_dim` rotates only the first numbers of each head, and with 0 none of them. `qk_norm`
+    applies an RMSNorm to each head's q and k, before rotation (as in Qwen3), and with
+    `qk_norm_over="projection"` to all heads together (as in OLMo 2). Names are those of Hugging
+    Face's Llama and Qwen3. Raises ValueError for sizes that don't fit together.
     """
 
     def __init__(
@@ -177,7 +202,9 @@ class HeadProjections(nn.Module):
         head_dim: int | None = None,
         attention_bias: bool = False,
         attention_out_bias: bool | None = None,
+        rotary_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_over: Literal["head", "projection"] = "head",
         rms_norm_eps: float = 1e-6,
     ):
         super().__init__()
@@ -193,52 +220,63 @@ class HeadProjections(nn.Module):
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=attention_bias)
         out_bias = attention_bias if attention_out_bias is None else attention_out_bias
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
-        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
+        self.rotary_dim = _rotary_dim(rotary_dim, head_dim)
+        check_choice(("head", "projection"), qk_norm_over=qk_norm_over)
+        # how many numbers of q and of k are normalized together
+        self.normed_sizes = tuple(
+            head_dim if qk_norm_over == "head" else heads * head_dim
+            for heads in (num_heads, num_kv_heads)
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, eps=rms_norm_eps) if qk_norm else nn.Identity()
+            for size in self.normed_sizes
+        )
 
     def project(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), keys and values (B, K, T, D) of `x`.
 
-        Queries and keys are normalised and rotated. Raises ValueError where `x` is not (B, T, C),
-        or `position_embeddings` are not those of its T tokens.
+        Queries and keys are normalized and rotated. Raises ValueError if `x` is not (B, T, C) in
+        the dtype of the weights, or if `position_embeddings` don't belong to its T tokens.
         """
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, T, {self.hidden_size})")
+        check_shape("x", x, (None, None, self.hidden_size), "(B, T, C)")
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
-        q = self.q_norm(q).transpose(1, 2)  # (B, T, H, D) -> (B, H, T, D)
-        k = self.k_norm(k).transpose(1, 2)  # (B, T, K, D) -> (B, K, T, D)
-        v = v.transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = _rotated(q, k, *position_embeddings)
+        q_size, k_size = self.normed_sizes
+        # not -1, which is ambiguous where B or T is 0
+        q = self.q_proj(x).view(B, T, self.num_heads * self.head_dim // q_size, q_size)
+        k = self.k_proj(x).view(B, T, self.num_kv_heads * self.head_dim // k_size, k_size)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        v = self.v_proj(x)
+        # (B, T, heads * D) -> (B, heads, T, D)
+        q = q.view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        k = k.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        v = v.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        if position_embeddings is not None and self.rotary_dim:
+            q, k = (_rotated(t, position_embeddings, self.rotary_dim) for t in (q, k))
         return q, k, v
 
 # %% ../../nbs/05a_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
-    """What attention asks of a cache: take the new keys and values, and return all so far.
+    """All that attention needs of a cache: store the new keys and values, return all so far.
 
-    Chapter 10's `KVCache` is one.
+    Chapter 10's `KVCache` is such a cache.
     """
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v`, each (B, K, T, D), to those of this layer; return all of them, each
-        (B, K, S, D) with S >= T.
-        """
+        """Append `k` and `v` (B, K, T, D) to this layer's; return all, each (B, K, S >= T, D)."""
 
 # %% ../../nbs/05a_attention.ipynb #cfcb00bb
 class MultiHeadAttention(HeadProjections):
     """Causal self-attention with H query heads and K key/value heads: (B, T, C) to (B, T, C).
 
     `position_embeddings` is `(cos, sin)`, each (1 or B, T, D), from `RotaryEmbedding`. `mask` is
-    boolean, broadcastable to (B, H, T, S), True = may attend. `cache.update` gets the rotated keys,
-    under `layer_index`. With `sliding_window=W` a token reads itself and the W - 1 before it.
-    `attention_scale` replaces 1 / sqrt(D), `attn_logit_softcapping` bounds the scores (Gemma 2),
-    `dropout` acts on the weights in training mode. The other options are those of
-    `HeadProjections`. Raises ValueError for sizes that do not fit together.
+    boolean, broadcastable to (B, H, T, S), True = may attend; it can only hide more. `cache.update`
+    gets the keys after rotation, under `layer_index`. With `sliding_window=W` each token attends to
+    itself and the W - 1 tokens before it. `attention_scale` replaces 1 / sqrt(D),
+    `attn_logit_softcapping` bounds the scores (Gemma 2), `dropout` acts on the attention weights,
+    in training mode only. The other options, and the errors, are those of `HeadProjections`.
 
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads).
     """
@@ -260,7 +298,7 @@ class MultiHeadAttention(HeadProjections):
             (sliding_window,) = check_sizes(sliding_window=sliding_window)
         check_scale(attention_scale=attention_scale)
         check_softcap(attn_logit_softcapping=attn_logit_softcapping)
-        _check_dropout(dropout)
+        check_numbers("[0, 1)", dropout=dropout)
         self.attention_scale = attention_scale
         self.attn_logit_softcapping = attn_logit_softcapping
         self.sliding_window = sliding_window
@@ -280,21 +318,16 @@ class MultiHeadAttention(HeadProjections):
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
             mask = _newest_keys(mask, new=q.shape[2], cached=k.shape[2])
         check_attention(q, k, v, mask)
-        T = q.shape[2]
         S = k.shape[2]
         windowed = self.sliding_window is not None and S > self.sliding_window
         if windowed:
-            window = causal_mask(T, S, sliding_window=self.sliding_window, device=x.device)
+            window = causal_mask(x.shape[1], S, sliding_window=self.sliding_window, device=x.device)
             mask = window if mask is None else mask & window
+        scale = self.attention_scale
+        softcap = self.attn_logit_softcapping
+        dropout = self.dropout if self.training else 0.0
         y = _attend(
-            q,
-            k,
-            v,
-            mask,
-            is_causal=not windowed,
-            scale=self.attention_scale,
-            softcap=self.attn_logit_softcapping,
-            dropout=self.dropout if self.training else 0.0,
+            q, k, v, mask, is_causal=not windowed, scale=scale, softcap=softcap, dropout=dropout
         )  # (B, H, T, D)
         # (B, H, T, D) -> (B, T, H * D) -> (B, T, C)
         return self.o_proj(y.transpose(1, 2).flatten(2))

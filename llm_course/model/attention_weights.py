@@ -11,11 +11,15 @@ import math
 import torch
 from torch import Tensor
 
+from ..checks import check_dtype, check_numbers
+from .linear import autocasts
 from .masks import check_mask, visible_pairs
 
 # %% ../../nbs/05c_attention_weights.ipynb #833a2d90
 def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-    """ValueError where queries, keys, values and mask do not fit together."""
+    """ValueError if queries, keys, values and mask don't fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x, "floating")
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected (B, H, T, D) and (B, K, S, D)"
@@ -27,56 +31,49 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Non
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q.shape[1]} query heads must be a multiple of {k.shape[1]} key/value heads: choose K"
-            " that divides H"
+            f"{q.shape[1]} query heads must be a multiple of {k.shape[1]} key/value heads: choose a"
+            " K that divides H"
         )
-    floating = all(t.is_floating_point() for t in (q, k, v))
-    same = q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type)
-    if not floating or not same:
+    if not q.dtype == k.dtype == v.dtype and not autocasts(q, k, v):
         raise ValueError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one floating-point"
-            " type: convert by .to"
+            " type: convert them with .to(dtype)"
         )
     if mask is not None:
         check_mask(mask, (*q.shape[:3], k.shape[2]))
 
 
-# plain comparisons: torch.compile traces them where a model calls the functions below
 def check_scale(**scale: float | None) -> None:
-    """ValueError where a factor of the scores is not positive and finite; None is the default."""
+    """ValueError if a factor of the scores is not positive and finite; None is the default."""
     for name, value in scale.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(
-                f"{name}={value} must be positive and finite, or None for 1 / sqrt(head_dim)"
-            )
+        if value is not None:
+            check_numbers("(0, inf)", hint="None is 1 / sqrt(head_dim)", **{name: value})
 
 
 def check_softcap(**softcap: float | None) -> None:
-    """ValueError where a cap is not positive and finite; None means no cap."""
+    """ValueError if a cap is not positive, or too large for float32; None means no cap."""
     for name, value in softcap.items():
-        if value is not None and not 0 < value < 1e38:  # what float32 holds
-            raise ValueError(
-                f"{name}={value} must be positive and finite, also in float32, or None for no cap"
-            )
+        if value is not None:
+            check_numbers("(0, 1e38)", hint="None means no cap", **{name: value})
 
 # %% ../../nbs/05c_attention_weights.ipynb #6543efe9
 def softmax_weights(
     q: Tensor, k: Tensor, visible: Tensor | None, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """The formula of `attention_weights`, for arguments that have been checked."""
+    """The formula of `attention_weights`, for arguments that have been checked already."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
     # (B, K, S, D) -> (B, H, S, D)
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    # half precision would overflow, or blur nearby scores
+    # half precision would overflow, or round nearby scores to one value
     with torch.autocast(q.device.type, enabled=False):
         scores = (q.to(dtype) * scale) @ k.transpose(-2, -1)  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if visible is None:
         return scores.softmax(dim=-1)
-    # -inf would give NaN in a row with nothing visible: fill with the lowest finite number, then
-    # clear what is hidden
+    # -inf would give NaN in a row with nothing visible: fill in the lowest finite number, then set
+    # the hidden weights to 0
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     return scores.softmax(dim=-1).masked_fill(~visible, 0.0)
 
@@ -90,11 +87,11 @@ def attention_weights(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """How much each query reads of each key: (B, H, T, S).
+    """How much each query attends to each key: (B, H, T, S).
 
-    A row sums to 1, or to 0 where the query may attend to nothing. Arguments and errors as in
+    A row sums to 1, or to 0 if the query may attend to nothing. Arguments and errors are those of
     `scaled_dot_product_attention`. Scores and softmax are computed, and returned, in float32 at
-    least. This is the formula written out, with all T x S weights in memory: for looking at
+    least. This is the formula written out, with all T x S weights in memory: use it to look at
     attention, and for `softcap`.
 
     Source: Vaswani et al. 2017, equation 1; soft-capping: Gemma 2 report (2024), section 2.

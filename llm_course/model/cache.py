@@ -11,21 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_sizes
+from ..checks import check_dtype, check_sizes
 
 # %% ../../nbs/10a_cache.ipynb #14cb904d
 def _append(buffer: Tensor, new: Tensor, first: int, filled: int) -> tuple[Tensor, int]:
     """Write `new` (B, K, T, D) after the first `filled` positions of `buffer` (B, K, size, D).
 
-    Returns everything from index `first` on, and how many positions the buffer holds now.
+    Returns all positions from index `first` on, and how many positions the buffer holds now.
     """
     end = filled + new.shape[2]
     if end <= buffer.shape[2]:
         buffer[:, :, filled:end] = new
         return buffer[:, :, first:end], end
-    # T queries may read more than the buffer holds
+    # T queries may need more positions than fit into the buffer
     joined = torch.cat((buffer[:, :, first:filled], new), dim=2)
-    # the buffer of a window has room for 2W positions: keep W
+    # the buffer of a window W has room for 2W positions: keep W
     kept = min(joined.shape[2], buffer.shape[2] // 2)
     buffer[:, :, :kept] = joined[:, :, -kept:]
     return joined, kept
@@ -34,8 +34,9 @@ def _append(buffer: Tensor, new: Tensor, first: int, filled: int) -> tuple[Tenso
 class LayerCache:
     """Keys and values of one layer, for up to `max_length` positions.
 
-    With a `window` of W, only what its queries can still read is kept, in buffers of at most 2W
-    positions. The buffers are made by the first `append`, and written in place.
+    With a `window` of W, only the positions that future queries can still attend to are kept, in
+    buffers of at most 2W positions. The buffers are allocated by the first `append`, and written in
+    place.
     """
 
     def __init__(self, max_length: int, window: int | None = None):
@@ -43,7 +44,7 @@ class LayerCache:
         self.window = window
         self._buffers: tuple[Tensor, Tensor] | None = None  # (B, K, size, D) each
         self._filled = 0  # positions in the buffers
-        self._forgotten = 0  # earlier positions, which a window let go
+        self._forgotten = 0  # earlier positions, which a window no longer needs
 
     @property
     def length(self) -> int:
@@ -52,13 +53,13 @@ class LayerCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
+        """The size of the buffers in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers or ())
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `k` and `v` (B, K, T, D); return what the T new queries read, each (B, K, S, D).
+        """Append `k` and `v` (B, K, T, D); return what the T new queries need, each (B, K, S, D).
 
-        ValueError where they exceed `max_length`, or do not fit what is there.
+        ValueError if they exceed `max_length`, or don't fit the buffers.
         """
         B, K, T, D = k.shape
         if self._buffers is None:
@@ -69,8 +70,8 @@ class LayerCache:
         keys, values = self._buffers
         if (B, K, D) != (keys.shape[0], keys.shape[1], keys.shape[3]):
             raise ValueError(
-                f"keys {tuple(k.shape)} do not fit buffers {tuple(keys.shape)}: a new batch needs a"
-                " new KVCache"
+                f"keys {tuple(k.shape)} do not fit the buffers {tuple(keys.shape)}: a new batch"
+                " needs a new KVCache"
             )
         if (k.dtype, v.dtype) != (keys.dtype, values.dtype):
             raise ValueError(
@@ -93,30 +94,30 @@ class LayerCache:
         return k, v
 
     def kept_before(self, length: int) -> int:
-        """How many positions before `length` the buffers hold; negative where all are forgotten."""
+        """How many positions before `length` the buffers hold; negative if all are forgotten."""
         return min(self._filled, length - self._forgotten)
 
     def needed_before(self, length: int) -> int:
-        """How many positions before `length` a query at `length` reads and a window may forget."""
+        """How many positions before `length` a layer with a window must hold for a query there."""
         return 0 if self.window is None else min(length, self.window - 1)
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on. `KVCache` has checked that enough are kept."""
+        """Forget the positions from `length` on; `KVCache` has checked that enough are held."""
         self._filled = self.kept_before(length)
 
 # %% ../../nbs/10a_cache.ipynb #40c80756
 class KVCache:
     """Keys and values of all layers, for up to `max_length` positions.
 
-    `update(layer_index, k, v)` appends (B, K, T, D) and returns what the T new queries read, each
-    (B, K, S, D). `windows` names the window W of each layer, None for a layer that reads
-    everything: S is all positions so far there, and with a window at most W - 1 + T, in a buffer of
-    at most 2W. Layers that are not named keep everything, which is right for every model.
+    `update(layer_index, k, v)` appends (B, K, T, D) and returns all keys and values that the T new
+    queries need, each (B, K, S, D). `windows` lists the window W of each layer, None for full
+    attention. There S counts all positions so far; with a window it is at most W - 1 + T, and the
+    buffer holds at most 2W. Layers beyond the list keep everything, which is right for every model.
 
-    What is returned are views of the buffers, valid until the next call. For inference: no gradient
-    flows into what is kept, and a cache that was begun under `torch.inference_mode()` must be used
-    under it. ValueError for more than `max_length` positions, and for keys or values that do not
-    fit the buffers.
+    The results are views of the buffers, valid until the next call. The cache is for inference: no
+    gradient flows into it, and a cache that was first used under `torch.inference_mode()` must be
+    used under it until the end. ValueError for more than `max_length` positions, and for keys or
+    values that don't fit the buffers.
     """
 
     def __init__(self, max_length: int, *, windows: Sequence[int | None] = ()):
@@ -129,13 +130,13 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Positions that every layer used so far has seen."""
+        """Positions that every layer has seen, among the layers used so far."""
         lengths = [layer.length for layer in self._layers.values()]  # a list, for torch.compile
         return min(lengths) if lengths else 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the buffers."""
+        """The size of all buffers in bytes."""
         return sum(layer.num_bytes for layer in self._layers.values())
 
     def __repr__(self) -> str:
@@ -145,7 +146,9 @@ class KVCache:
         )
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v` (B, K, T, D) to a layer; return what the T new queries read."""
+        """Append `k` and `v` (B, K, T, D) to a layer; return all that the T new queries need."""
+        check_dtype("k", k, "floating")
+        check_dtype("v", v, "floating")
         if k.ndim != 4 or v.shape != k.shape:
             raise ValueError(
                 f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected one shape (B, K,"
@@ -154,14 +157,14 @@ class KVCache:
         if layer_index not in self._layers:
             window = self._windows.get(layer_index)
             self._layers[layer_index] = LayerCache(self.max_length, window)
-        # detached: else the buffers would hold the graph of all earlier steps
+        # detached: otherwise the buffers would keep the graph of all earlier steps
         return self._layers[layer_index].append(k.detach(), v.detach())
 
     def truncate(self, length: int) -> None:
-        """Forget the positions from `length` on; where fewer are held, nothing changes.
+        """Forget the positions from `length` on; if fewer are held, nothing changes.
 
-        ValueError, and nothing changes, where a window has forgotten what the next query would
-        read.
+        ValueError, before anything changes, if a window has already forgotten positions that the
+        next query needs.
         """
         (length,) = check_sizes(0, length=length)
         for index, layer in self._layers.items():

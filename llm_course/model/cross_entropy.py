@@ -6,15 +6,15 @@
 __all__ = ['chunk_loss_and_gradient', 'loss_and_gradients', 'linear_cross_entropy']
 
 # %% ../../nbs/09a_cross_entropy.ipynb #e769b589
-import math
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..checks import check_dtype, check_sizes
+from ..checks import check_dtype, check_numbers, check_sizes
 from .kernels.cross_entropy import fused_loss_and_gradients
+from .linear import autocasts
 from ..text.batches import IGNORE_INDEX
 
 # %% ../../nbs/09a_cross_entropy.ipynb #6ca24994
@@ -27,8 +27,8 @@ def chunk_loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The summed loss of n positions, and its gradient with respect to their logits (n, V).
 
-    `h` is (n, C), `weight` (V, C), `target` (n,), with IGNORE_INDEX where there is none. The logits
-    are those before the soft cap. Loss and gradient are in float32 at least.
+    `h` is (n, C), `weight` (V, C), `target` (n,), with IGNORE_INDEX where there is none. The
+    gradient is taken before the soft cap. Loss and gradient are in float32 at least.
     """
     counts = target != IGNORE_INDEX  # (n,)
     target = target.where(counts, 0)  # any valid index: its loss is not counted
@@ -46,7 +46,7 @@ def chunk_loss_and_gradient(
         loss = loss + z_loss_coef * lse.square()
 
     gradient = torch.exp(logits - lse[:, None])  # p
-    gradient = gradient * (1 + 2 * z_loss_coef * lse)[:, None]  # what the z-loss adds
+    gradient = gradient * (1 + 2 * z_loss_coef * lse)[:, None]  # with the gradient of the z-loss
     gradient = gradient.scatter_add(-1, target[:, None], -torch.ones_like(right)[:, None])
     gradient = gradient.where(counts[:, None], 0)
     if softcap is not None:
@@ -65,7 +65,7 @@ def loss_and_gradients(
     """The summed loss, and its gradients with respect to `hidden` (N, C) and `weight` (V, C).
 
     This is the readable form of `kernels.cross_entropy.fused_loss_and_gradients`, which computes
-    the same in buffers that all chunks share.
+    the same result in buffers that all chunks share.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_zeros((), dtype=wide)
@@ -83,7 +83,7 @@ def loss_and_gradients(
 
 # %% ../../nbs/09a_cross_entropy.ipynb #22589754
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Compute the gradients in the forward pass, and only scale them in backward."""
+    """Compute the gradients in the forward pass, so that backward only scales them."""
 
     @staticmethod
     def forward(
@@ -110,53 +110,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy has no second derivative, so create_graph=True cannot pass "
                 "through it: use F.cross_entropy(hidden @ weight.T, labels, reduction='sum') there"
             )
-        # d_loss is a number, so the gradients keep their type
+        # d_loss is a scalar, so the gradients keep their type
         d_hidden, d_weight = (gradient * d_loss for gradient in ctx.saved_tensors)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         d_inputs = (d_hidden if for_hidden else None, d_weight if for_weight else None)
         return *d_inputs, None, None, None, None
 
 # %% ../../nbs/09a_cross_entropy.ipynb #fba2f08a
-def _autocasts(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether autocast acts on these tensors: as in `nn.Linear`, not on float64."""
-    device = hidden.device.type  # "meta" has no autocast
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return enabled and torch.float64 not in (hidden.dtype, weight.dtype)
-
-
 def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    for name, t in dict(hidden=hidden, weight=weight, labels=labels).items():
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} is a {type(t).__name__}, expected a tensor")
+    for name, x in dict(hidden=hidden, weight=weight, labels=labels).items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}, expected a tensor")
     is_matrix = weight.ndim == 2 and 0 not in weight.shape
-    is_fit = hidden.shape[-1:] == weight.shape[1:] and labels.shape == hidden.shape[:-1]
-    if not is_matrix or not is_fit:
+    fits = hidden.shape[-1:] == weight.shape[1:] and labels.shape == hidden.shape[:-1]
+    if not is_matrix or not fits:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and "
             f"labels {tuple(labels.shape)}: expected (..., C), (V, C) and (...)"
         )
     floating = hidden.is_floating_point() and weight.is_floating_point()
-    if not floating or (hidden.dtype != weight.dtype and not _autocasts(hidden, weight)):
+    if not floating or (hidden.dtype != weight.dtype and not autocasts(hidden, weight)):
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating-point "
-            "type: convert by .to"
+            "type: convert one with .to(dtype)"
         )
     check_dtype("labels", labels, "integer")
 
 
 def _check_options(softcap: float | None, z_loss_coef: float) -> None:
-    if softcap is not None and not 0 < softcap < 1e38:  # the range of float32
-        raise ValueError(
-            f"softcap={softcap} must be positive and finite, also in float32, or None for no cap"
-        )
-    if not 0 <= z_loss_coef < math.inf:
-        raise ValueError(
-            f"z_loss_coef={z_loss_coef} must be finite and not negative: 1e-4 is usual, 0 is none"
-        )
+    if softcap is not None:
+        check_numbers("(0, 1e38)", hint="None means no cap", softcap=softcap)
+    hint = "1e-4 is usual, 0 switches the z-loss off"
+    check_numbers("[0, inf)", hint=hint, z_loss_coef=z_loss_coef)
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """ValueError names the first label that is no entry of the vocabulary, and its position."""
+    """ValueError names the first label outside the vocabulary, and its position."""
     wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))
     if wrong.any():
         position = wrong.nonzero()[0].tolist()
@@ -179,16 +168,16 @@ def linear_cross_entropy(
     """The cross-entropy of the logits `hidden @ weight.T`, summed over the targets.
 
     `hidden` is (..., C), `weight` (V, C), `labels` (...) int64 or int32, with IGNORE_INDEX where
-    there is no target. Returns a scalar in nats, float32 at least. `softcap` bounds the logits by a
-    tanh; `z_loss_coef` weighs the squared log-sum-exp of each target.
+    there is no target. Returns a scalar in nats, in float32 at least. `softcap` bounds the logits
+    by a tanh; `z_loss_coef` is the weight of each target's squared log-sum-exp.
 
     Only the logits of `chunk_size` positions exist at a time. The gradients are computed in the
-    forward pass, if gradients are enabled: there is no second derivative and no `torch.func`. Under
-    autocast the products have its type, except for float64. The gradient of the *sum* must fit the
-    type of `weight`: in float16 the sum over many tokens overflows, and no scaling of the loss
-    helps; use bfloat16.
+    forward pass, if gradients are enabled, so there is no second derivative, and `torch.func`
+    doesn't work. Under autocast the products have its type, except for float64. The gradient of the
+    *sum* must fit into the type of `weight`: in float16 the sum over many tokens overflows, and
+    scaling the loss doesn't help; use bfloat16.
 
-    Raises ValueError for shapes, types or options that do not fit, and, on a CPU or MPS and not
+    Raises ValueError for shapes, types or options that don't fit, and, on a CPU or MPS and not
     compiled, for a label that is neither in 0..V-1 nor IGNORE_INDEX. Source: Hsu et al. 2024,
     "Liger Kernel", section 3.2; Gemma 2 report, section 2 (softcap); Chowdhery et al. 2022
     (z-loss).
@@ -200,10 +189,10 @@ def linear_cross_entropy(
     if device in ("cpu", "mps") and not torch.compiler.is_compiling():
         _check_labels(labels, weight.shape[0])
 
-    if not torch.is_grad_enabled():  # then no gradient is prepared
+    if not torch.is_grad_enabled():  # then no gradient is computed
         hidden = hidden.detach()
         weight = weight.detach()
-    if _autocasts(hidden, weight):
+    if autocasts(hidden, weight):
         hidden, weight = (t.to(torch.get_autocast_dtype(device)) for t in (hidden, weight))
     has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
     with torch.autocast(device, enabled=False) if has_autocast else nullcontext():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'DecoderOutput', 'check_inputs', 'build_embedding',
-           'build_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits', 'head_loss',
-           'update_router_biases', 'DecoderModel']
+           'build_rotary', 'build_sliding_rotary', 'block_context', 'run_blocks', 'router_totals', 'scaled_stream',
+           'head_logits', 'head_loss', 'update_router_biases', 'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -18,16 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..checks import check_dtype, check_sizes
 from .attention import KeyValueCache
 from llm_course.model.config import (
     ModelConfig,  # documented place
 )
 from .cross_entropy import linear_cross_entropy
-from .embedding import EmbeddingLayer, RotaryEmbedding
+from .embedding import EmbeddingLayer
 from .linear import Linear
 from .masks import document_mask, padding_mask
 from .moe import Router, RouterStats
 from .mtp import MultiTokenPrediction, further_loss, further_rows
+from .rope import RotaryEmbedding
 from .transformer_block import TransformerBlock, build_norm
 from ..text.batches import IGNORE_INDEX
 
@@ -37,9 +39,9 @@ HEAD = "lm_head.weight"
 
 
 def with_both_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a tied model, the table under the name of the head too.
+    """The weights of a tied model, with the embedding table under the head's name as well.
 
-    Raises ValueError where the two names hold different tensors.
+    Raises ValueError if the two names hold different tensors.
     """
     table = state_dict[TABLE]
     head = state_dict.get(HEAD, table)
@@ -51,11 +53,11 @@ def with_both_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TiedModel(nn.Module):
-    """A model whose output layer may be its embedding table, and stays it.
+    """A model that may tie its output layer to its embedding table, and keeps the two tied.
 
     With `config.tie_word_embeddings`, `lm_head.weight` and `embedding.embed_tokens.weight` are one
-    parameter, also after a move to another device and after `load_state_dict`, which raises
-    ValueError for two different tensors.
+    parameter. They remain one after a move to another device and after `load_state_dict`, which
+    raises ValueError for two different tensors.
     """
 
     config: ModelConfig
@@ -63,7 +65,7 @@ class TiedModel(nn.Module):
     lm_head: Linear
 
     def _is_tied(self) -> bool:
-        # a layer in the place of the head holds the table under a name of its own
+        # a layer that replaces the head, such as LoRA, holds the table under another name
         return self.config.tie_word_embeddings and isinstance(self.lm_head, nn.Linear)
 
     def _tie(self) -> None:
@@ -72,7 +74,7 @@ class TiedModel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._tie()  # on the way from the "meta" device each name got a parameter of its own
+        self._tie()  # moving from the "meta" device gives each name its own parameter
         return self
 
     def load_state_dict(
@@ -82,16 +84,16 @@ class TiedModel(nn.Module):
             both = with_both_names(state_dict)  # refuses two different tensors
             state_dict = both if strict else state_dict
         result = super().load_state_dict(state_dict, strict, assign)
-        self._tie()  # assign=True puts in two parameters
+        self._tie()  # assign=True assigns two parameters
         return result
 
 # %% ../../nbs/09c_decoder.ipynb #bfa1237f
 def init_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Draw the first weights of a model.
+    """Draw the initial weights of a model.
 
-    Matrices are normal with `initializer_range`, and those that write to the residual stream
-    smaller by sqrt(2 * num_layers), so that the scale of the stream does not grow with depth.
-    Biases are 0, and the weights of norms stay 1. Source: Radford et al. 2019, section 2.3.
+    Matrices are normal with standard deviation `initializer_range`, divided by sqrt(2 * num_layers)
+    for those that write to the residual stream, so that its scale does not grow with depth. Biases
+    are 0, and the weights of norms stay 1. Source: Radford et al. 2019, section 2.3.
     """
     std = config.initializer_range
     smaller = std / math.sqrt(2 * config.num_layers)
@@ -104,29 +106,29 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
 
 # %% ../../nbs/09c_decoder.ipynb #ee22688d
 class DecoderOutput(NamedTuple):
-    """What a forward pass returns, always with the same fields: None where there is nothing."""
+    """What a forward pass returns; a field that doesn't apply is None."""
 
-    # (B, T, V): the score of each entry as the next token; None where labels were given
+    # (B, T, V): the score of each entry as the next token; None if labels were given
     logits: Tensor | None
-    # scalar: what else to minimise, to be added to the mean loss of a target; 0 for nothing
+    # scalar: the auxiliary losses, to be added to the mean loss per target; 0 without any
     aux_loss: Tensor
     # scalar: the cross-entropy summed over all targets, in nats; only with labels
     loss_sum: Tensor | None = None
     num_targets: Tensor | None = None  # scalar, int64: how many targets there are
     # (L, E), int64: the load of each expert in each of L layers
     tokens_per_expert: Tensor | None = None
-    # L + 1 times (B, T, C), on request: what each of L blocks reads, and the last norm's output
+    # L + 1 times (B, T, C), on request: the input of each of L blocks, and the last norm's output
     hidden_states: tuple[Tensor, ...] | None = None
 
 # %% ../../nbs/09c_decoder.ipynb #39e002d2
 def _check_ids(name: str, ids: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """ValueError where `ids` is no tensor of whole numbers, or has none of the `shapes`.
+    """ValueError unless `ids` is a tensor of whole numbers in one of the `shapes`.
 
-    None passes, and without `shapes` any shape does.
+    None is accepted, and so is any shape if no `shapes` are given.
     """
     if ids is None:
         return
-    if not isinstance(ids, Tensor) or ids.is_floating_point():
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
         found = getattr(ids, "dtype", type(ids))
         raise ValueError(f"{name} is {found}, expected a tensor of whole numbers")
     if shapes and tuple(ids.shape) not in shapes:
@@ -146,35 +148,32 @@ def check_inputs(
     max_length: int,
 ) -> None:
     """ValueError for inputs of a `DecoderModel` that don't fit each other or the model."""
-    shape = tuple(getattr(input_ids, "shape", ()))  # a list has no shape
+    check_dtype("input_ids", input_ids, "integer")
+    shape = tuple(input_ids.shape)
     if len(shape) != 2 or not 1 <= shape[1] <= max_length:
         raise ValueError(
             f"input_ids has shape {shape}, expected (B, T) with T from 1 to"
             f" max_position_embeddings={max_length}"
         )
     B, T = shape
-    held = 0 if cache is None else getattr(cache, "length", None)  # None: it does not say
-    _check_ids("input_ids", input_ids, shape)
+    held = 0 if cache is None else getattr(cache, "length", None)  # None: it doesn't tell
     _check_ids("position_ids", position_ids, shape, (1, T), (T,))
     _check_ids("labels", labels, shape)
     _check_ids("document_ids", document_ids, shape)
     _check_ids("attention_mask", attention_mask, *([] if held is None else [(B, held + T)]))
     if cache is not None and (position_ids is None or document_ids is not None):
         raise ValueError(
-            "with a cache, position_ids must be given: they go on from what it holds."
-            " document_ids must not"
+            "with a cache, position_ids must be given, which continue after the cached tokens, and"
+            " document_ids must not be given"
         )
-    if logits_to_keep is None:
-        return
-    if labels is not None or not isinstance(logits_to_keep, int) or logits_to_keep < 1:
-        raise ValueError(
-            f"logits_to_keep={logits_to_keep} must be an int of at least 1, and with labels there"
-            " are no logits"
-        )
+    if logits_to_keep is not None:
+        check_sizes(logits_to_keep=logits_to_keep)
+        if labels is not None:
+            raise ValueError("logits_to_keep must not be given with labels, which return no logits")
 
 # %% ../../nbs/09c_decoder.ipynb #ba3cc7d1
 def build_embedding(config: ModelConfig) -> EmbeddingLayer:
-    """The way in: a table of tokens, and positions where those are added to it."""
+    """The embedding of `config`: a table of tokens, to which some kinds of positions are added."""
     return EmbeddingLayer(
         config.resolved_vocab_size,
         config.hidden_size,
@@ -186,27 +185,38 @@ def build_embedding(config: ModelConfig) -> EmbeddingLayer:
 
 
 def build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
-    """The rotary angles of all layers, None for other kinds of positions."""
+    """The rotary embedding that all layers share, None for other kinds of positions."""
     if config.position_type != "rope":
         return None
     return RotaryEmbedding(
-        config.resolved_head_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
+        config.rotary_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
     )
+
+
+def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
+    """The rotary angles of the layers with a window, None where they are those of all layers."""
+    if config.position_type != "rope" or config.sliding_rope_theta is None:
+        return None
+    return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
 
 def block_context(
     rotary: RotaryEmbedding | None,
+    sliding_rotary: RotaryEmbedding | None,
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
 ) -> dict[str, Any]:
-    """What every block needs besides the stream: the mask, and the rotary angles."""
+    """The arguments that all blocks share besides the stream: the mask and the rotary angles."""
     mask = None if attention_mask is None else padding_mask(attention_mask)
     if document_ids is not None:
         same_document = document_mask(document_ids)
         mask = same_document if mask is None else mask & same_document
     angles = None if rotary is None else rotary(position_ids)
-    return dict(mask=mask, position_embeddings=angles)
+    context = dict(mask=mask, position_embeddings=angles)
+    if sliding_rotary is not None:
+        context["sliding_position_embeddings"] = sliding_rotary(position_ids)
+    return context
 
 
 def run_blocks(
@@ -220,8 +230,8 @@ def run_blocks(
 ) -> tuple[Tensor, list[RouterStats]]:
     """The stream (B, T, C) after the last block, and the statistics of the layers with experts.
 
-    `recompute` keeps only the input of each block for backward. `states` collects what each block
-    reads.
+    With `recompute`, only the input of each block is kept for backward. `states` collects the input
+    of each block.
     """
     stats: list[RouterStats] = []
     for layer in layers:
@@ -237,17 +247,22 @@ def run_blocks(
 
 # %% ../../nbs/09c_decoder.ipynb #f8f16ff8
 def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The sum of the layers' balancing losses, and their loads (L, E); 0 and None without any.
+    """The sum of the layers' auxiliary losses, and their loads (L, E); 0 and None without experts.
 
-    The sum is float32, on the device of the stream `x`.
+    The sum is in float32, on the device of the stream `x`.
     """
     aux_loss = sum((s.aux_loss for s in stats), start=x.new_zeros((), dtype=torch.float32))
     return aux_loss, torch.stack([s.tokens_per_expert for s in stats]) if stats else None
 
 
+def scaled_stream(h: Tensor, config: ModelConfig) -> Tensor:
+    """The input of the head, divided by `logits_scaling` in the place of the far more logits."""
+    return h if config.logits_scaling == 1.0 else h / config.logits_scaling
+
+
 def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
-    """The logits (..., V) of the normalised stream `h` (..., C), with the soft cap of `config`."""
-    logits = head(h)
+    """The logits (..., V) of the normalized stream `h` (..., C), with the soft cap of `config`."""
+    logits = head(scaled_stream(h, config))
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -257,10 +272,11 @@ def head_loss(
 ) -> Tensor:
     """The cross-entropy of these logits, summed over the targets, with its z-loss: a scalar.
 
-    A `head` that is no plain linear layer is called, and all its logits are in memory at once.
+    If `head` is not a plain linear layer, it is called, with all its logits in memory at once.
     """
     if isinstance(head, nn.Linear):
         cap = config.final_logit_softcapping
+        h = scaled_stream(h, config)
         return linear_cross_entropy(h, head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef)
     logits = head_logits(head, h, config).flatten(0, -2)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -275,9 +291,9 @@ def head_loss(
 def update_router_biases(
     model: nn.Module, tokens_per_expert: Tensor, num_experts: int, *, rate: float
 ) -> None:
-    """Give each router of `model` its row of the loads (L, E), see `Router.update_bias`.
+    """Update each router of `model` with its row of the loads (L, E), see `Router.update_bias`.
 
-    Raises ValueError for loads of another shape, and changes no router then.
+    Raises ValueError for loads of another shape, before any router is changed.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     found = getattr(tokens_per_expert, "shape", None)
@@ -294,11 +310,11 @@ def update_router_biases(
 class DecoderModel(TiedModel):
     """A decoder-only transformer: `DecoderModel(config)(input_ids).logits` has shape (B, T, V).
 
-    The weights start as `init_weights` draws them. `activation_checkpointing = True` keeps only
-    the input of each block for backward, and computes the rest again there. With
-    `tie_word_embeddings` one tensor has two names: a file may leave out `lm_head.weight`, the
-    embedding table loads both. Raises ValueError where `config.vocab_size` is None, and
-    `load_state_dict` where a file has two different tensors for a tie.
+    The initial weights come from `init_weights`. Set `activation_checkpointing = True` to keep only
+    the input of each block for backward, which then recomputes the rest. With `tie_word_embeddings`
+    one tensor has two names, and a file may leave out `lm_head.weight`. Raises ValueError if
+    `config.vocab_size` is None, and in `load_state_dict` for two different tensors under the names
+    of a tied one.
     """
 
     def __init__(self, config: ModelConfig):
@@ -307,10 +323,11 @@ class DecoderModel(TiedModel):
         self.activation_checkpointing = False
         self.embedding = build_embedding(config)
         self.rotary = build_rotary(config)
+        self.sliding_rotary = build_sliding_rotary(config)
         self.layers = nn.ModuleList(
             TransformerBlock(config, index) for index in range(config.num_layers)
         )
-        post = config.norm_position == "post"  # then the last block has normalised its output
+        post = config.norm_position == "post"  # then the last block has normalized its output
         self.norm = nn.Identity() if post else build_norm(config)
         self.lm_head = Linear(config.hidden_size, config.resolved_vocab_size, bias=False)
         self.mtp = nn.ModuleList(MultiTokenPrediction(config) for _ in range(config.num_mtp_layers))
@@ -329,17 +346,17 @@ class DecoderModel(TiedModel):
         logits_to_keep: int | None = None,
         output_hidden_states: bool = False,
     ) -> DecoderOutput:
-        """Score the next token at each position, or with `labels` return the summed loss.
+        """Return the logits of the next token at each position, or with `labels` the summed loss.
 
-        `input_ids` is (B, T). `labels` (B, T) are already the next tokens, IGNORE_INDEX where there
-        is no target; with them the logits of all positions are never held at once. `position_ids`,
-        (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for padding, S = T
-        without a cache. `document_ids`, (B, T), keep attention inside each document of a packed
-        row. With a `cache` the keys and values of earlier calls are seen too: S counts them, and
-        `position_ids` must go on from there. `logits_to_keep=n` gives the logits of the last n
-        positions only, `output_hidden_states` the stream before each block and after the last norm.
-        In training, `loss_sum` holds the z-loss too, and `aux_loss` the loss of the further tokens.
-        B may be 0. Raises ValueError for what does not fit, and for T = 0.
+        `input_ids` is (B, T). `labels` (B, T) are the next tokens, shifted already, IGNORE_INDEX
+        where there is no target; with them the logits of all positions are never in memory at once.
+        `position_ids`, (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for
+        padding; S = T without a cache. `document_ids`, (B, T), keep attention inside each document
+        of a packed row. With a `cache`, attention includes the keys and values of earlier calls: S
+        counts them, and `position_ids` must continue after them. `logits_to_keep=n` returns the
+        logits of the last n positions only, `output_hidden_states` the stream before each block and
+        after the last norm. In training, `loss_sum` includes the z-loss, and `aux_loss` the loss of
+        the further tokens. B may be 0. Raises ValueError for inputs that don't fit, and for T = 0.
         """
         given = (input_ids, position_ids, labels, document_ids, attention_mask)
         limit = self.config.max_position_embeddings
@@ -347,12 +364,12 @@ class DecoderModel(TiedModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
-        context = block_context(self.rotary, position_ids, attention_mask, document_ids)
+        rotary = (self.rotary, self.sliding_rotary)
+        context = block_context(*rotary, position_ids, attention_mask, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x, stats = run_blocks(
-            self.layers, x, context, cache=cache, recompute=recompute, states=states
-        )
+        how: dict[str, Any] = dict(cache=cache, recompute=recompute, states=states)
+        x, stats = run_blocks(self.layers, x, context, **how)
         hidden_states = None if states is None else (*states, self.norm(x))
         aux_loss, load = router_totals(stats, x)
         if labels is None:
@@ -376,9 +393,9 @@ class DecoderModel(TiedModel):
         return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
-        """Balance the experts without a loss: call it after each step with its loads (L, E)."""
+        """Balance the experts without a loss; call it after each step with its loads (L, E)."""
         update_router_biases(self, tokens_per_expert, self.config.num_experts, rate=rate)
 
     def num_parameters(self) -> int:
-        """All learned numbers, frozen ones too; a tied table counts once."""
+        """The number of learned values, including frozen ones; a tied table counts once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -19,28 +19,30 @@ from llm_course.model.kernels.cross_entropy import (
     cross_entropy_working_bytes,
 )
 from .kernels.mlp import mlp_saved_vectors
+from .kernels.moe import grouped_linear_saved_bytes
 from .kernels.normalization import rms_norm_saved_bytes
+from .mlp import resolve_activation
 
 # %% ../../nbs/09e_estimate.ipynb #e8b1442f
 class ParameterCount(NamedTuple):
-    """Learned numbers of a model, by part; a tied table counts once, as `embedding`."""
+    """The number of a model's parameters by part; a tied table counts once, as `embedding`."""
 
-    embedding: int  # the table of tokens, and the table of learned positions
+    embedding: int  # the token table, and the table of learned positions
     attention: int
     mlp: int  # with all experts and their routers
     norms: int
-    lm_head: int  # 0 where it is tied to the embedding
-    mtp: int  # what looks further than one token ahead, used in training only
-    idle: int  # how many of `mlp` belong to the experts that a token does not use
+    lm_head: int  # 0 if it is tied to the embedding
+    mtp: int  # the modules for multi-token prediction, used in training only
+    idle: int  # those in `mlp` that belong to experts which a token doesn't use
 
     @property
     def total(self) -> int:
-        """All of them: `DecoderModel(config).num_parameters()`."""
+        """All parameters: the same as `DecoderModel(config).num_parameters()`."""
         return sum(self) - self.idle
 
     @property
     def without_embedding(self) -> int:
-        """All but the tables of tokens and positions and the output layer: the N of scaling laws.
+        """All but the token and position tables and the output layer: the N of scaling laws.
 
         Source: Kaplan et al. 2020, section 2.1.
         """
@@ -48,17 +50,17 @@ class ParameterCount(NamedTuple):
 
     @property
     def active(self) -> int:
-        """What one token uses in generation: neither idle experts nor `mtp`.
+        """The parameters that generation uses for one token: neither idle experts nor `mtp`.
 
-        Tables count whole, as is the custom.
+        Tables are counted as a whole, as is customary.
         """
         return self.total - self.mtp - self.idle
 
 # %% ../../nbs/09e_estimate.ipynb #1698f1dd
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count the numbers that a `DecoderModel(config)` learns, exactly, without building it.
+    """Count the parameters of a `DecoderModel(config)` exactly, without building it.
 
-    Raises ValueError where vocab_size is None.
+    Raises ValueError if vocab_size is None.
     """
     V = config.resolved_vocab_size
     C = config.hidden_size
@@ -71,27 +73,43 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         2 * C * (H + K) * D
         + config.attention_bias * (H + 2 * K) * D
         + out_bias * C
-        + config.qk_norm * 2 * D
+        + config.qk_norm * (2 if config.qk_norm_over == "head" else H + K) * D
     )
     matrices = 3 if config.use_glu else 2
     F = config.resolved_intermediate_size
     expert = matrices * C * F
     shared = matrices * C * (config.shared_expert_intermediate_size or 0)
-    dense = expert + config.mlp_bias * ((matrices - 1) * F + C)
+    shared += config.shared_expert_gate * C
+    sparse_layers = _sparse_layers(config)
+    dense_layers = L - sparse_layers
     # C: a row of the router
-    mlp = config.num_experts * (C + expert) + shared if config.use_moe else dense
+    mlp = sparse_layers * (config.num_experts * (C + expert) + shared)
+    mlp += dense_layers * _dense_parameters(config, config.resolved_dense_size)
     norm = C if config.norm_type == "rmsnorm" else 2 * C
     norms = 4 if config.norm_position == "sandwich" else 2
     return ParameterCount(
         embedding=V * C
         + (config.max_position_embeddings * C if config.position_type == "learned" else 0),
         attention=L * attention,
-        mlp=L * mlp,
+        mlp=mlp,
         norms=(L * norms + (config.norm_position != "post")) * norm,
         lm_head=0 if config.tie_word_embeddings else V * C,
-        mtp=config.num_mtp_layers * (2 * norm + 2 * C * C + attention + dense + norms * norm),
-        idle=L * (config.num_experts - config.top_k) * expert if config.use_moe else 0,
+        mtp=config.num_mtp_layers
+        * (2 * norm + 2 * C * C + attention + _dense_parameters(config, F) + norms * norm),
+        idle=sparse_layers * (config.num_experts - config.top_k) * expert,
     )
+
+
+def _sparse_layers(config: ModelConfig) -> int:
+    """How many layers have experts."""
+    return sum(not config.is_dense(layer) for layer in range(config.num_layers))
+
+
+def _dense_parameters(config: ModelConfig, F: int) -> int:
+    """The numbers of a plain MLP with F neurons."""
+    C = config.hidden_size
+    matrices = 3 if config.use_glu else 2
+    return matrices * C * F + config.mlp_bias * ((matrices - 1) * F + C)
 
 
 def _heads(config: ModelConfig) -> tuple[int, int, int]:
@@ -100,7 +118,7 @@ def _heads(config: ModelConfig) -> tuple[int, int, int]:
 
 # %% ../../nbs/09e_estimate.ipynb #068668c8
 class Flops(NamedTuple):
-    """Operations in the matrix products of one token's forward pass, by part.
+    """Floating-point operations in the matrix products of one token's forward pass, by part.
 
     A multiplication and its addition count as 2.
     """
@@ -109,27 +127,27 @@ class Flops(NamedTuple):
     scores: float  # queries with keys, weights with values
     mlp: float
     lm_head: float
-    mtp: float  # what looks further ahead, in training only
+    mtp: float  # the modules for multi-token prediction, in training only
 
     @property
     def forward(self) -> float:
-        """When the model reads or writes a token."""
+        """The operations of the forward pass when the model reads or generates a token."""
         return sum(self) - self.mtp
 
     @property
     def training(self) -> float:
-        """Forward and backward, which costs twice as much; nothing that is computed again."""
+        """Forward and backward, which costs twice as much; without any recomputation."""
         return 3 * sum(self)
 
 
 def flops_per_token(
     config: ModelConfig, sequence_length: int, *, visible_only: bool = False
 ) -> Flops:
-    """Count the operations of one token, on average over a text of `sequence_length` (T) tokens.
+    """Count the operations per token, averaged over a sequence of `sequence_length` (T) tokens.
 
-    Each query is counted with all T keys, as PyTorch's counter and most published numbers do; with
-    `visible_only`, with those that the causal rule and the layer's window let through. Raises
-    ValueError for a length that the model cannot see. Source: Kaplan et al. 2020, section 2.1;
+    Each query is counted with all T keys, as in PyTorch's counter and most published numbers; with
+    `visible_only`, only with the keys that the causal mask and the layer's window allow. Raises
+    ValueError for a length beyond the model's context. Source: Kaplan et al. 2020, section 2.1;
     Chowdhery et al. 2022, appendix B.
     """
     T = check_length(config, sequence_length)
@@ -142,47 +160,46 @@ def flops_per_token(
         4 * H * D * (_visible_keys(T, config.window_of(layer)) if visible_only else T)
         for layer in range(L)
     ]
-    # for each neuron: its rows and columns in the two or three matrices
+    # per neuron: its rows and columns in the two or three matrices
     row = 2 * C * (3 if config.use_glu else 2)
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
-    mlp = (
-        2 * C * config.num_experts + row * (config.top_k * F + shared)
-        if config.use_moe
-        else row * F
-    )
+    sparse_layers = _sparse_layers(config)
+    router = 2 * C * (config.num_experts + config.shared_expert_gate)
+    mlp = sparse_layers * (router + row * (config.top_k * F + shared))
+    mlp += (L - sparse_layers) * row * config.resolved_dense_size
     # a block, and the output layer once more
     further = 2 * 2 * C * C + projections + scores[-1] + row * F + 2 * C * V
-    return Flops(L * projections, sum(scores), L * mlp, 2 * C * V, config.num_mtp_layers * further)
+    return Flops(L * projections, sum(scores), mlp, 2 * C * V, config.num_mtp_layers * further)
 
 
 def _visible_keys(T: int, window: int | None) -> float:
-    """How many keys a query reads, on average over T queries."""
+    """How many keys a query attends to, on average over T queries."""
     W = min(window or T, T)
     return (W * (W + 1) / 2 + (T - W) * W) / T
 
 
 def check_length(config: ModelConfig, sequence_length: int) -> int:
-    """`sequence_length` as an int; ValueError where a model of `config` cannot see as many."""
+    """`sequence_length` as an int; ValueError if it exceeds the context of a model of `config`."""
     (T,) = check_sizes(sequence_length=sequence_length)
     limit = config.max_position_embeddings
     if T > limit:
         raise ValueError(
             f"sequence_length={T} must lie in 1..{limit}: raise max_position_embeddings={limit} for"
-            " longer texts"
+            " longer sequences"
         )
     return T
 
 # %% ../../nbs/09e_estimate.ipynb #368c80f5
 def normalization_saved_bytes(numbers: int, norm_type: str, input_width: int) -> int:
-    """What a norm over `numbers` keeps: RMSNorm its input, LayerNorm a float32 copy of that."""
+    """Bytes that a norm over `numbers` inputs keeps: its input, or LayerNorm's copy in float32."""
     if norm_type == "layernorm":
         return numbers * 4
     return rms_norm_saved_bytes(numbers, input_width)
 
 
 def mlp_saved_bytes(tokens: int, F: int, *, width: int, use_glu: bool, activation: str) -> int:
-    """What an MLP with F neurons keeps between its products, for `tokens` tokens."""
+    """Bytes that an MLP with F neurons keeps between its matrix products, for `tokens` tokens."""
     return tokens * mlp_saved_vectors(activation, use_glu=use_glu) * F * width
 
 # %% ../../nbs/09e_estimate.ipynb #4cadc7a0
@@ -211,25 +228,27 @@ def _attention_activations(
     )
 
 
-def _mlp_activations(config: ModelConfig, tokens: int, width: int, use_moe: bool) -> int:
-    """Bytes that the MLP, or the router and its experts, keep for backward."""
+def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: int | None) -> int:
+    """Bytes that `dense_size` neurons, or a router with its experts, keep for backward."""
     C = config.hidden_size
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
 
     def between(rows: int, neurons: int) -> int:
-        activation = config.activation or ("silu" if config.use_glu else "gelu_tanh")
+        activation = resolve_activation(config.activation, use_glu=config.use_glu)
         kind: dict[str, Any] = dict(width=width, use_glu=config.use_glu, activation=activation)
         return mlp_saved_bytes(rows, neurons, **kind)
 
     # autocast converts the input of gate and up twice
     inputs = (2 if width == 2 and config.use_glu else 1) * tokens * C * width
-    if not use_moe:
-        return inputs + between(tokens, F)
-    router = 4 * tokens * (C + 3 * config.num_experts)  # what it reads, and its scores
+    if dense_size is not None:
+        return inputs + between(tokens, dense_size)
+    router = 4 * tokens * (C + 3 * config.num_experts)  # its input, and its scores
     rows = config.top_k * tokens
-    kept = router + between(rows, F) + rows * 2 * C * width  # each expert's input and output
-    kept += between(tokens, shared)
+    experts = grouped_linear_saved_bytes(rows, C, width=width) + between(rows, F)
+    outputs = rows * C * width  # which are multiplied by the router's weights
+    kept = router + experts + outputs + between(tokens, shared)
+    kept += config.shared_expert_gate * tokens * C * width  # what the gate multiplies
     return kept + (inputs if shared and width == 2 else 0)
 
 
@@ -240,57 +259,67 @@ def _block_activations(
     sequence_length: int,
     *,
     mixed_precision: bool,
-    use_moe: bool,
+    dense_size: int | None,
     on_bf16_cpu: bool = False,
 ) -> int:
     """Bytes that one block keeps for backward."""
     width = 2 if mixed_precision else 4
     tokens = batch_size * sequence_length
     stream = tokens * config.hidden_size
-    norms = 2 * normalization_saved_bytes(stream, config.norm_type, 4)
-    if config.norm_position == "sandwich":  # the two others read what comes out of a product
+    norms = 0
+    if config.norm_position != "output":
+        norms += 2 * normalization_saved_bytes(stream, config.norm_type, 4)
+    if config.norm_position in ("sandwich", "output"):  # these read the output of a matrix product
         norms += 2 * normalization_saved_bytes(stream, config.norm_type, width)
     return (
         norms
         + _attention_activations(config, layer, batch_size, sequence_length, width, on_bf16_cpu)
-        + _mlp_activations(config, tokens, width, use_moe)
+        + _mlp_activations(config, tokens, width, dense_size)
     )
 
 # %% ../../nbs/09e_estimate.ipynb #99625856
 class TrainingMemory(NamedTuple):
-    """Bytes of a training step, by part."""
+    """Bytes of memory in a training step, by part."""
 
-    # float32; in mixed precision also the bfloat16 copies of what multiplies: no norm, no lookup
+    # float32; in mixed precision also the bfloat16 copies of the matrices that are multiplied
     weights: int
     gradients: int
     optimizer: int  # AdamW's two moments
-    activations: int  # what the forward pass keeps for backward; grows with the batch
-    loss: int  # a chunk of logits, and the gradients that the loss computes at once
+    activations: int  # kept by the forward pass for backward; they grow with the batch
+    loss: int  # a chunk of logits, and the gradients that the loss computes in its forward pass
 
     @property
     def total(self) -> int:
-        """All of them at once."""
+        """The sum of all parts."""
         return sum(self)
 
 
+def _dense_sizes(config: ModelConfig) -> list[int | None]:
+    """For each layer the width of its MLP, None where it has experts."""
+    layers = range(config.num_layers)
+    return [config.resolved_dense_size if config.is_dense(layer) else None for layer in layers]
+
+
 def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
-    """Bytes of the bfloat16 copies that autocast makes of weights, and keeps."""
+    """Bytes of the bfloat16 copies of weights that autocast makes and caches."""
     C = config.hidden_size
     matrices = count.attention + count.mlp + count.mtp + config.resolved_vocab_size * C
-    if config.use_moe:  # experts are converted one by one, and not kept; the router stays float32
+    if (
+        config.use_moe
+    ):  # experts are converted one at a time, without a cache; the router stays in float32
         expert = (3 if config.use_glu else 2) * config.resolved_intermediate_size * C
-        matrices -= config.num_layers * config.num_experts * (expert + C)
+        matrices -= _sparse_layers(config) * config.num_experts * (expert + C)
     return 2 * matrices
 
 
 def _further_activations(config: ModelConfig, tokens: int, width: int, block: int) -> int:
-    """Bytes that one module for further tokens keeps, whose `block` keeps so much by itself."""
+    """Bytes that a module for multi-token prediction keeps, including the bytes of its `block`."""
     stream = tokens * config.hidden_size
     # norms of an embedding and of the result; the input of the projection
     norms = 4 * stream + normalization_saved_bytes(stream, config.norm_type, width)
     kept = norms + 2 * width * stream + block
     if width == 2 and config.norm_type == "rmsnorm":
-        # the stream of this block comes out of a product: its norms keep half, and nothing is
+        # this block's stream is the output of a matrix product: its norms keep half, and nothing is
         # converted
         kept -= 2 * (2 + (3 if config.use_glu else 2)) * stream
     return kept
@@ -306,16 +335,17 @@ def training_memory(
     activation_checkpointing: bool = False,
     chunk_size: int = 512,
 ) -> TrainingMemory:
-    """What training with AdamW holds at its worst moment, in bytes.
+    """The peak memory of training with AdamW, in bytes.
 
-    `batch_size` rows of `sequence_length` tokens are computed at once. `mixed_precision` is
-    autocast to bfloat16; weights, gradients and moments are float32. `on_bf16_cpu`: on a CPU that
+    A micro-batch has `batch_size` rows of `sequence_length` tokens. `mixed_precision` is autocast
+    to bfloat16, with weights, gradients and moments in float32. Set `on_bf16_cpu` for a CPU that
     multiplies bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter
-    5). `activation_checkpointing` keeps the input of each block, and the rest of one block.
-    Activations agree with what autograd keeps on a CPU to 5 % (without dropout); compilation keeps
-    less, and norms and SwiGLU elsewhere keep more. Not counted: the allocator's gaps, workspace of
-    kernels, replicas of distributed training. Raises ValueError for sizes that aren't whole numbers
-    of at least 1, and for a length that the model cannot see. Source: Rajbhandari et al. 2020,
+    5). `activation_checkpointing` keeps the input of each block, and everything of one block.
+    Activations agree with what autograd keeps on a CPU to within 5 % (without dropout); compiled
+    models keep less, and on other devices norms and SwiGLU keep more. Fragmentation in the
+    allocator, the workspace of kernels and the replicas of distributed training are not counted.
+    Raises ValueError for sizes that aren't whole numbers of at least 1, and for a length beyond the
+    model's context. Source: Rajbhandari et al. 2020,
     "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
     T = check_length(config, sequence_length)
@@ -325,15 +355,16 @@ def training_memory(
     C = config.hidden_size
     width = 2 if mixed_precision else 4
 
-    def block(layer: int, use_moe: bool) -> int:
-        kind = dict(mixed_precision=mixed_precision, on_bf16_cpu=on_bf16_cpu, use_moe=use_moe)
-        return _block_activations(config, layer, batch_size, T, **kind)
+    def block(layer: int, F: int | None) -> int:
+        kind = dict(mixed_precision=mixed_precision, on_bf16_cpu=on_bf16_cpu)
+        return _block_activations(config, layer, batch_size, T, dense_size=F, **kind)
 
-    blocks = [block(layer, config.use_moe) for layer in range(config.num_layers)]
+    blocks = list(map(block, range(config.num_layers), _dense_sizes(config)))
     if activation_checkpointing:
         blocks = [4 * tokens * C] * config.num_layers + [max(blocks)]
     last = 0 if config.norm_position == "post" else 4 * tokens * C  # the last norm's input
-    further = _further_activations(config, tokens, width, block(config.num_layers - 1, False))
+    one_more = block(config.num_layers - 1, config.resolved_intermediate_size)
+    further = _further_activations(config, tokens, width, one_more)
     activations = sum(blocks) + last + config.num_mtp_layers * further
     softcap = config.final_logit_softcapping is not None
     dtype = torch.bfloat16 if mixed_precision else torch.float32
@@ -347,12 +378,12 @@ def training_memory(
 
 # %% ../../nbs/09e_estimate.ipynb #361a1f41
 def kv_cache_bytes(config: ModelConfig, sequence_length: int, *, bytes_per_number: int = 2) -> int:
-    """Bytes of the keys and values of one text of `sequence_length` tokens.
+    """Bytes of the keys and values of one sequence of `sequence_length` tokens.
 
-    A layer with a window needs its last W tokens. The buffers of chapter 10's `KVCache` may be
-    larger: up to 2W in such a layer, and the length that the cache was made for in the others.
-    Raises ValueError for a length that the model cannot see, or for sizes that aren't whole numbers
-    of at least 1.
+    A layer with a window needs only the last W tokens. The buffers of chapter 10's `KVCache` may be
+    larger: up to 2W positions in such a layer, and the cache's `max_length` in the others. Raises
+    ValueError for a length beyond the model's context, or for sizes that aren't whole numbers of at
+    least 1.
     """
     T = check_length(config, sequence_length)
     _, K, D = _heads(config)

@@ -9,7 +9,7 @@ __all__ = ['causal_mask', 'padding_mask', 'document_mask', 'visible_pairs', 'che
 import torch
 from torch import Tensor
 
-from ..checks import check_shape
+from ..checks import check_shape, check_sizes
 
 # %% ../../nbs/05b_masks.ipynb #ce8c8382
 def causal_mask(
@@ -19,20 +19,18 @@ def causal_mask(
     sliding_window: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys each query may read: bool (T, S), True = may attend.
+    """Which keys each query may attend to: bool (T, S), True = may attend.
 
-    The last query belongs to the last key (bottom-right alignment), so query t has position
-    S - T + t, as in cached decoding. `S` defaults to T. With `sliding_window=W` a query reads at
-    most W keys: its own and the W - 1 before it. Raises ValueError for negative sizes or a window
-    below 1. Source: Vaswani et al. 2017, section 3.2.3; Beltagy et al. 2020 (window).
+    The last query is aligned with the last key (bottom-right), so query t has position S - T + t,
+    as in cached decoding. `S` defaults to T. With `sliding_window=W` a query attends to at most W
+    keys: its own and the W - 1 before it. Raises ValueError for sizes that are negative or not
+    whole, or for a window below 1. Source: Vaswani et al. 2017, section 3.2.3; Beltagy et al. 2020
+    (window).
     """
     S = T if S is None else S
-    if T < 0 or S < 0:
-        raise ValueError(f"T={T} and S={S} must not be negative")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(
-            f"sliding_window={sliding_window} must be at least 1, or None for no window"
-        )
+    check_sizes(0, T=T, S=S)
+    if sliding_window is not None:
+        check_sizes(sliding_window=sliding_window)
     # (T, 1): the position of each query among the keys
     query = torch.arange(S - T, S, device=device)[:, None]
     key = torch.arange(S, device=device)  # (S,)
@@ -41,21 +39,25 @@ def causal_mask(
 
 # %% ../../nbs/05b_masks.ipynb #776f4a2f
 def padding_mask(attention_mask: Tensor) -> Tensor:
-    """Turn a tokenizer's (B, S) mask of ones (token) and zeros (padding) into a bool (B, 1, 1, S),
-    True = may attend.
+    """Turn a tokenizer's mask (B, S), 1 = token, 0 = padding, into bool (B, 1, 1, S).
 
-    Raises ValueError for any other number of dimensions.
+    In the result, True = may attend. Raises ValueError for another number of dimensions, and for a
+    mask of floating-point numbers, which is usually one that is added to the scores.
     """
     check_shape("attention_mask", attention_mask, (None, None), "(B, S)")
+    if attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask has dtype {attention_mask.dtype}, expected whole numbers or bool,"
+            " 1 for a token and 0 for padding"
+        )
     return attention_mask.bool()[:, None, None, :]  # the same for all heads and queries
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Let tokens of packed text read only their own document: (B, T) ids to a bool (B, 1, T, T),
-    True = may attend.
+    """Keep the tokens of packed text inside their own document: ids (B, T) to bool (B, 1, T, T).
 
-    It is symmetric; combine it with the causal mask by `&`. Raises ValueError for any other number
-    of dimensions.
+    In the result, True = may attend. It is symmetric: combine it with a causal mask by `&`. Raises
+    ValueError for another number of dimensions.
     """
     check_shape("document_ids", document_ids, (None, None), "(B, T)")
     return (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # (B, 1, T, T)
@@ -64,26 +66,26 @@ def document_mask(document_ids: Tensor) -> Tensor:
 def visible_pairs(
     T: int, S: int, mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """`mask` joined with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S).
+    """`mask` combined with the causal rule: bool (1 or B, 1 or H, 1 or T, 1 or S).
 
-    None where every query may attend to every key.
+    None if every query may attend to every key.
     """
-    if is_causal and not (T == 1 and S > 0):  # one query on the last key sees every key
+    if is_causal and not (T == 1 and S > 0):  # the last query sees every key
         causal = causal_mask(T, S, device=device)
         mask = causal if mask is None else mask & causal
     return None if mask is None else mask[(None,) * (4 - mask.ndim)]
 
 # %% ../../nbs/05b_masks.ipynb #a40fbba8
 def check_mask(mask: Tensor, full: tuple[int, ...]) -> None:
-    """ValueError where `mask` is not boolean, or does not broadcast to `full` (B, H, T, S)."""
-    if mask.dtype != torch.bool:
+    """ValueError if `mask` is not boolean, or doesn't broadcast to `full` (B, H, T, S)."""
+    if getattr(mask, "dtype", type(mask)) != torch.bool:
         raise ValueError(
-            f"mask has dtype {mask.dtype}, expected bool with True = may attend: convert 1/0 with"
-            " mask.bool()"
+            f"mask is {getattr(mask, 'dtype', type(mask))}, expected a bool tensor with True = may"
+            " attend: convert 1/0 with mask.bool()"
         )
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > 4 or any(size not in (1, wanted) for size, wanted in sizes):
         raise ValueError(
             f"mask {tuple(mask.shape)} does not broadcast to (B, H, T, S) = {full}: padding_mask"
-            " helps for (B, S)"
+            " converts a mask (B, S)"
         )

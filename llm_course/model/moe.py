@@ -16,17 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_choice, check_dtype, check_numbers, check_shape, check_sizes
+from ..checks import check_dtype, check_numbers, check_shape, check_sizes
 from .kernels.moe import grouped_linear
-from .mlp import ACTIVATIONS, MLP, gated_activation
+from .linear import autocasts, check_same_dtype
+from .mlp import ACTIVATIONS, MLP, gated_activation, resolve_activation
 
 # %% ../../nbs/07a_moe.ipynb #091dc285
 def linear_by_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by that expert's matrix, one after the other: (M, C) to (M, F).
+    """Multiply each expert's rows by that expert's matrix, one expert at a time: (M, C) to (M, F).
 
     The first `counts[0]` rows of `x` belong to expert 0, the next `counts[1]` to expert 1, and so
     on; `weight` is (E, F, C). This is the readable form of `kernels.moe.grouped_linear`, which
-    computes the same in fewer and larger steps.
+    computes the same result in fewer and larger steps.
     """
     blocks = x.split(counts.tolist())
     products = [
@@ -42,11 +43,11 @@ class Experts(nn.Module):
     `forward(x, counts)` takes rows `x` (M, C), sorted by expert, and `counts` (E,): the first
     `counts[0]` rows go through expert 0, the next `counts[1]` through expert 1, and so on. Returns
     (M, C). The weights of all experts are stacked: `gate_proj` and `up_proj` (E, F, C),
-    `down_proj` (E, C, F), initialised as `nn.Linear` initialises its own. Each expert computes
-    what `MLP` does, without bias.
+    `down_proj` (E, C, F), initialised like those of `nn.Linear`. Each expert computes what an `MLP`
+    without bias does.
 
-    Raises ValueError for sizes below 1, an unknown activation, or `x` and `counts` of another
-    shape or type, and RuntimeError where the counts do not sum to M.
+    Raises ValueError for sizes below 1, an unknown activation, `x` and `counts` of another shape or
+    type, or counts that don't sum to M.
     """
 
     def __init__(
@@ -62,9 +63,7 @@ class Experts(nn.Module):
         E, C, inner = check_sizes(
             num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size
         )
-        if activation is not None:
-            check_choice(tuple(ACTIVATIONS), hint=", or None", activation=activation)
-        self.activation = activation or ("silu" if use_glu else "gelu_tanh")
+        self.activation = resolve_activation(activation, use_glu=use_glu)
         self.gate_proj = nn.Parameter(torch.empty(E, inner, C)) if use_glu else None
         self.up_proj = nn.Parameter(torch.empty(E, inner, C))
         self.down_proj = nn.Parameter(torch.empty(E, C, inner))
@@ -75,12 +74,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         E, C = self.down_proj.shape[:2]
         _check_rows(x, (None, C), "(M, C)")
-        if counts.shape != (E,) or counts.is_floating_point():
-            raise ValueError(
-                f"counts is {counts.dtype} of shape {tuple(counts.shape)}, "
-                f"expected {E} whole numbers"
-            )
-        if _autocast_is_on(x) and x.dtype != torch.float64:  # the rule of nn.Linear
+        check_shape("counts", counts, (E,), "(E,): the rows of each expert")
+        check_dtype("counts", counts, "integer")
+        if autocasts(x):
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
         hidden = grouped_linear(x, self.up_proj, counts)  # (M, C) -> (M, F)
@@ -102,43 +98,37 @@ def _check_rows(x: Tensor, shape: tuple[Any, ...], legend: str) -> None:
     check_shape("x", x, shape, legend)
     check_dtype("x", x, "floating")
 
-
-def _autocast_is_on(x: Tensor) -> bool:
-    device = x.device.type  # "meta", where models are built without memory, has no autocast
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
 # %% ../../nbs/07a_moe.ipynb #78b37200
 def _at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, or float64 where it is: half precision cannot hold sums of probabilities."""
+    """x in float32, or unchanged if it is float64: half precision can't sum probabilities."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _load(expert_index: Tensor, num_experts: int) -> Tensor:
-    """How many choices went to each expert: (E,), int64."""
-    chosen = expert_index.flatten()  # not bincount: the shape of its result depends on the data
+    """How many choices fell on each expert: (E,), int64."""
+    chosen = expert_index.flatten()  # not bincount, the shape of whose result depends on the data
     return chosen.new_zeros(num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
 
 def load_balancing_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
     """The balancing loss E * sum_i f_i P_i, a scalar in float32 at least.
 
-    f_i is the share of all choices that went to expert i, P_i its mean probability. `logits` is
-    (N, E), `expert_index` (N, top_k), int64. The loss is 1 where either is even, E / top_k at full
+    f_i is the share of all choices that fell on expert i, P_i its mean probability. `logits` is
+    (N, E), `expert_index` (N, top_k), int64. The loss is 1 if either is uniform, E / top_k at full
     collapse, and 0 without tokens; the gradient flows through P only. Hugging Face's function
-    returns top_k times this.
+    returns top_k times this value.
 
     Raises ValueError for other shapes and types. Source: Fedus et al. 2021, "Switch Transformers",
     equations 4 to 6.
     """
-    if logits.ndim != 2 or expert_index.ndim != 2 or logits.shape[0] != expert_index.shape[0]:
-        shapes = f"logits {tuple(logits.shape)} and expert_index {tuple(expert_index.shape)}"
-        raise ValueError(f"{shapes} must be (N, E) and (N, top_k): flatten the tokens first")
-    if expert_index.dtype != torch.int64 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits {logits.dtype} and expert_index {expert_index.dtype}, "
-            "expected a floating-point type and int64"
-        )
+    check_shape("logits", logits, (None, None), "(N, E): flatten the tokens first")
     N, E = logits.shape
+    check_shape("expert_index", expert_index, (N, None), "(N, top_k): flatten the tokens first")
+    check_dtype("logits", logits, "floating")
+    if expert_index.dtype != torch.int64:
+        raise ValueError(
+            f"expert_index has dtype {expert_index.dtype}, expected int64: convert it with .long()"
+        )
     share = _load(expert_index, E) / max(expert_index.numel(), 1)  # f: (E,)
     probability = _at_least_float32(logits).softmax(dim=-1).sum(dim=0) / max(N, 1)  # P: (E,)
     return E * (share * probability).sum()
@@ -147,14 +137,13 @@ def load_balancing_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
 def router_z_loss(logits: Tensor) -> Tensor:
     """The mean squared log-sum-exp of (N, E) logits, a scalar in float32 at least.
 
-    It keeps the logits small, where rounding is fine. It is 0 without tokens. Raises ValueError for
-    other shapes and types. Source: Zoph et al. 2022, "ST-MoE", equation 5.
+    It keeps the logits small, where rounding errors are small, too. It is 0 without tokens. Raises
+    ValueError for other shapes and types. Source: Zoph et al. 2022, "ST-MoE", equation 5.
     """
-    if logits.ndim != 2 or logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits {tuple(logits.shape)} of {logits.dtype} must be (N, E), of a floating-point "
-            "type: flatten the tokens first"
-        )
+    check_shape("logits", logits, (None, None), "(N, E): flatten the tokens first")
+    check_dtype("logits", logits, "floating")
+    if logits.shape[1] == 0:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}, expected at least one expert")
     return _at_least_float32(logits).logsumexp(dim=-1).square().sum() / max(logits.shape[0], 1)
 
 # %% ../../nbs/07a_moe.ipynb #709bb47a
@@ -172,8 +161,8 @@ def choose_experts(
     """The `top_k` experts of each token, (N, top_k) int64, and the weights of their outputs.
 
     `bias` (E,) is added to the probabilities for the choice only. With `norm_topk_prob` the weights
-    are a softmax over the chosen logits alone and sum to 1 (Mixtral); without, each weight is the
-    expert's probability among all E (Switch).
+    are a softmax over the chosen logits alone and sum to 1 (Mixtral); without it, each weight is
+    the expert's probability among all E (Switch).
     """
     probability = logits.softmax(dim=-1)  # (N, E)
     expert_index = (probability + bias).topk(top_k, dim=-1).indices  # (N, E) -> (N, k)
@@ -183,11 +172,12 @@ def choose_experts(
 
 
 def bias_step(tokens_per_expert: Tensor, rate: float) -> Tensor:
-    """The change of each expert's bias: `rate` up below the mean load, down above it; (E,).
+    """The change of each expert's bias (E,): + `rate` below the mean load, - `rate` above it.
 
     Raises ValueError for loads or a rate that are negative or not finite. Source: Wang et al. 2024,
     "Auxiliary-Loss-Free Load Balancing", algorithm 1.
     """
+    check_shape("tokens_per_expert", tokens_per_expert, (None,), "(E,)")
     counts = (tokens_per_expert >= 0) & (tokens_per_expert < math.inf)  # False for NaN
     if not counts.all():
         raise ValueError(
@@ -204,12 +194,13 @@ class Router(nn.Module):
 
     `forward(x)` takes (N, C) and returns a `Routing`. The logits are a linear map in float32 at
     least, without noise; `choose_experts` turns them into experts and weights. With
-    `norm_topk_prob` and `top_k=1` the weights are constant, and the router learns nothing from the
-    model's loss. The buffer `expert_bias` (E,) acts on the choice only, and stays float32 when the
-    module is converted.
+    `norm_topk_prob` and `top_k=1` the weights are constant, so the router learns nothing from the
+    model's loss. The buffer `expert_bias` (E,) acts on the choice only, and stays in float32 when
+    the module is converted.
 
-    Raises ValueError for sizes below 1, a `top_k` above `num_experts`, or another x. Source:
-    Shazeer et al. 2017; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing" (bias).
+    Raises ValueError for sizes below 1, a `top_k` above `num_experts`, or an x of another shape or
+    type. Source: Shazeer et al. 2017; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"
+    (bias).
     """
 
     expert_bias: Tensor
@@ -235,14 +226,14 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         kept = self.expert_bias
         super()._apply(fn, recurse)
-        # in bfloat16 a bias of 0.5 would swallow a step of 0.001
+        # in bfloat16, 0.5 + 0.001 rounds to 0.5
         if self.expert_bias.dtype != kept.dtype:
             self.expert_bias = kept.to(self.expert_bias.device)
         return self
 
     def forward(self, x: Tensor) -> Routing:
         _check_rows(x, (None, self.weight.shape[1]), "(N, C)")
-        with torch.autocast(x.device.type, enabled=False) if _autocast_is_on(x) else nullcontext():
+        with torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext():
             x = _at_least_float32(x)
             logits = F.linear(x, self.weight.to(x.dtype))  # (N, C) -> (N, E)
         expert_index, weights = choose_experts(
@@ -254,9 +245,9 @@ class Router(nn.Module):
     def update_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Move the biases by a `bias_step`, after each optimizer step.
 
-        `tokens_per_expert` (E,) is the load of the whole step: first add up micro-batches and
-        ranks. A load without tokens changes nothing. Raises ValueError for another shape, and for
-        loads or a rate that are negative or not finite.
+        `tokens_per_expert` (E,) is the load of the whole step, summed over micro-batches and ranks.
+        A load without tokens changes nothing. Raises ValueError for another shape, and for loads or
+        a rate that are negative or not finite.
         """
         legend = "(E,): one number for each expert of this layer"
         check_shape("tokens_per_expert", tokens_per_expert, self.expert_bias.shape, legend)
@@ -269,7 +260,7 @@ class Router(nn.Module):
 
 # %% ../../nbs/07a_moe.ipynb #a5ae6638
 def mix_experts(experts: Experts, x: Tensor, routing: Routing, counts: Tensor) -> Tensor:
-    """Send each token to its experts and add up their weighted outputs: (N, C) to (N, C).
+    """Send each token to its experts, and sum their weighted outputs: (N, C) to (N, C).
 
     `counts` (E,) is the load that follows from `routing.expert_index`.
     """
@@ -283,9 +274,9 @@ def mix_experts(experts: Experts, x: Tensor, routing: Routing, counts: Tensor) -
 
 # %% ../../nbs/07a_moe.ipynb #6b323781
 class RouterStats(NamedTuple):
-    """What a `MoE` layer returns beside its output."""
+    """What a `MoE` layer returns besides its output."""
 
-    aux_loss: Tensor  # scalar, float32 at least: weighted losses, to add to the loss of a token
+    aux_loss: Tensor  # scalar, float32 at least: weighted losses, added to the mean loss per token
     tokens_per_expert: Tensor  # (E,), int64: the load of each expert; sums to N * top_k
 
 
@@ -294,12 +285,13 @@ class MoE(nn.Module):
 
     `forward(x)` maps (..., C) to (..., C) and returns `(y, RouterStats)`. No token is dropped.
     `intermediate_size` is the width of one expert, `shared_expert_intermediate_size` the width of
-    an `MLP` that every token uses as well (None: there is none). `use_glu` and `activation` are
-    the options of `MLP`, `norm_topk_prob` is that of `Router`. The coefficients weigh
+    an additional `MLP` that every token uses, or None for none; with `shared_expert_gate` its
+    output is multiplied by a sigmoid of the token (Qwen2-MoE). `use_glu` and `activation` are
+    options of `MLP`, `norm_topk_prob` of `Router`. The coefficients are the weights of
     `load_balancing_loss` and `router_z_loss`; 0 switches a loss off. `dropout` acts on the output,
     in training mode only.
 
-    Raises ValueError for sizes, options or inputs that do not fit. Source: Shazeer et al. 2017;
+    Raises ValueError for sizes, options or inputs that don't fit. Source: Shazeer et al. 2017;
     Jiang et al. 2024, "Mixtral of Experts", section 2.1; Dai et al. 2024, "DeepSeekMoE" (shared).
     """
 
@@ -312,6 +304,7 @@ class MoE(nn.Module):
         top_k: int,
         norm_topk_prob: bool = True,
         shared_expert_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
         router_aux_loss_coef: float = 0.01,
         router_z_loss_coef: float = 0.0,
         use_glu: bool = True,
@@ -336,28 +329,29 @@ class MoE(nn.Module):
         if shared_expert_intermediate_size is not None:
             (shared,) = check_sizes(shared_expert_intermediate_size=shared_expert_intermediate_size)
             self.shared_expert = MLP(hidden_size, shared, use_glu=use_glu, activation=activation)
+        gated = shared_expert_gate and self.shared_expert is not None
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
         E, C = self.gate.weight.shape
         _check_rows(x, (..., C), "(..., C)")
-        if x.dtype != self.gate.weight.dtype and not _autocast_is_on(x):
-            raise ValueError(
-                f"x is {x.dtype} and the weights are {self.gate.weight.dtype}: "
-                "convert one, or use torch.autocast"
-            )
+        check_same_dtype(x, self.gate.weight)
         tokens = x.reshape(-1, C)  # (N, C)
         routing = self.gate(tokens)
         counts = _load(routing.expert_index, E)
         out = mix_experts(self.experts, tokens, routing, counts).view(x.shape)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(x)
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(x).sigmoid() * shared  # (..., 1) * (..., C)
+            out = out + shared
         return self.dropout(out), RouterStats(self._aux_loss(routing), counts)
 
     def _aux_loss(self, routing: Routing) -> Tensor:
         """The two losses, weighted by their coefficients: a scalar."""
         loss = routing.logits.new_zeros(())
-        # a loss that is off is left out: where logits are huge, 0 times the loss would be NaN
+        # a loss that is off is left out: with huge logits, 0 times the loss would be NaN
         if self.router_aux_loss_coef:
             balancing = load_balancing_loss(routing.logits, routing.expert_index)
             loss = loss + self.router_aux_loss_coef * balancing

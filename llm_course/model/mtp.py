@@ -21,18 +21,18 @@ from ..text.batches import IGNORE_INDEX, shift
 
 # %% ../../nbs/09d_mtp.ipynb #03f7dc86
 def _one_further(ids: Tensor, fill: int) -> Tensor:
-    """At each position the id of the next one, and `fill` at the last; only `shift` ever shifts."""
+    """At each position the id of the next position, and `fill` at the last, shifted by `shift`."""
     return shift(F.pad(ids, (0, 1), value=fill))["labels"]
 
 
 def further_rows(
     input_ids: Tensor, labels: Tensor, document_ids: Tensor | None = None, *, depth: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each depth the tokens that its module reads, and the labels that it predicts.
+    """For each depth, the tokens that its module reads and the labels that it predicts.
 
     All are (B, T). The module at depth d reads the token d positions later and predicts the label
-    d positions later: IGNORE_INDEX where the row has ended, or where `document_ids` say that this
-    token belongs to another document.
+    d positions later, or IGNORE_INDEX if the row has ended by then, or if that token belongs to
+    another document by its `document_ids`.
     """
     rows = []
     following = document_ids
@@ -47,18 +47,24 @@ def further_rows(
 
 # %% ../../nbs/09d_mtp.ipynb #6e517b03
 class MultiTokenPrediction(nn.Module):
-    """Look one token further: join the stream with the embedding of the next token, and run one
-    more, dense block.
+    """Look one token further: a dense block over the stream and the embedding of the next token.
 
     `forward(x, next_tokens, **context)` takes the stream and those embeddings, each (B, T, C), and
-    what a block takes; returns (B, T, C). Source: DeepSeek-V3 report 2024, section 2.2, equations
-    21 and 22.
+    the keyword arguments of a block; returns (B, T, C). Source: DeepSeek-V3 report 2024, section
+    2.2, equations 21 and 22.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         C = config.hidden_size
-        dense = replace(config, use_moe=False, shared_expert_intermediate_size=None)
+        dense = replace(
+            config,
+            use_moe=False,
+            shared_expert_intermediate_size=None,
+            shared_expert_gate=False,
+            dense_layers=None,
+            dense_intermediate_size=None,
+        )
         self.hidden_norm = build_norm(config)
         self.embedding_norm = build_norm(config)
         self.eh_proj = Linear(2 * C, C, bias=False)
@@ -80,7 +86,7 @@ def further_loss(
 ) -> Tensor:
     """The loss of the further tokens: a scalar, summed over their targets and over the `modules`.
 
-    `x` (B, T, C) is the stream after the last block of the model, and `rows` come from
+    `x` (B, T, C) is the stream after the last block of the model, and `rows` are the result of
     `further_rows`. `embed` maps ids to vectors, `loss` a stream and its labels to a summed loss.
     Source: DeepSeek-V3 report 2024, equations 24 and 25.
     """

@@ -10,35 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_sizes
+from ..checks import check_dtype, check_shape, check_sizes, in_range
 from .kernels.normalization import rms_norm
 
 # %% ../../nbs/04c_normalization.ipynb #b20095df
+_NORMAL_FLOAT32 = f"[{torch.finfo(torch.float32).tiny}, {torch.finfo(torch.float32).max}]"
+
+
 def _check_eps(eps: float) -> None:
-    # also refuses NaN
-    if not torch.finfo(torch.float32).tiny <= eps <= torch.finfo(torch.float32).max:
-        raise ValueError(f"eps={eps} must be positive and finite in float32: 1e-6 is usual")
+    if not in_range(eps, _NORMAL_FLOAT32):
+        raise ValueError(f"eps={eps!r} must be positive and finite in float32: 1e-6 is usual")
 
 
 def _check_input(x: Tensor, weight: Tensor) -> None:
-    if x.shape[-1:] != weight.shape:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, expected (..., {weight.numel()}): the last dimension is"
-            " hidden_size"
-        )
-    if not x.is_floating_point():
-        raise ValueError(
-            f"x has dtype {x.dtype}, expected a floating-point type: convert it with x.float()"
-        )
+    check_shape("x", x, (..., len(weight)), "(..., C)")
+    check_dtype("x", x, "floating")
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square normalization over the last dimension: x / sqrt(mean(x^2) + eps) * weight.
 
     `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and
-    returns the same shape and type. The arithmetic is float32 at least; squares overflow there from
-    2e19 on. Raises ValueError for a hidden_size below 1, an eps that is not positive and finite in
-    float32, another last dimension, or an input of integers.
+    returns the same shape and type. The arithmetic is in float32 at least, where the squares of
+    numbers above 2e19 overflow. Raises ValueError for a hidden_size below 1, an eps that is not
+    positive and finite in float32, an x with another last dimension, or an x of integers.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4; epsilon as
     in Llama.
@@ -63,14 +58,16 @@ class RMSNorm(nn.Module):
 
 # %% ../../nbs/04c_normalization.ipynb #d87d758e
 class LayerNorm(nn.Module):
-    """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias,
-    var divided by C.
+    """Layer normalization over the last dimension: (x - mean) / sqrt(var + eps) * weight + bias.
 
-    `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and
-    returns the same shape and type. The arithmetic is float32 at least; squares overflow there from
-    2e19 on. Raises ValueError for a hidden_size below 1, an eps that is not positive and finite in
-    float32, another last dimension, or an input of integers. Source: Ba, Kiros and Hinton 2016,
-    "Layer Normalization", equations 3 and 4; epsilon as in PyTorch.
+    The variance is the sum of squares divided by C. `forward(x)` takes (..., C), C = hidden_size,
+    in float16, bfloat16, float32 or float64, and returns the same shape and type. The arithmetic is
+    in float32 at least, where the squares of numbers above 2e19 overflow. Raises ValueError for a
+    hidden_size below 1, an eps that is not positive and finite in float32, an x with another last
+    dimension, or an x of integers.
+
+    Source: Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4; epsilon as in
+    PyTorch.
     """
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, bias: bool = True):
@@ -88,7 +85,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _check_input(x, self.weight)
-        # on a CPU its backward pass would use a rounded mean and root
+        # in half precision PyTorch's backward pass on a CPU would use a rounded mean and deviation
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(wide)
         bias = None if self.bias is None else self.bias.to(wide)

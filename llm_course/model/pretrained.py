@@ -162,7 +162,7 @@ def pretrained_folder(name: str | Path) -> Path:
         raise FileNotFoundError(
             f"{str(name)!r} is no folder, and no name on the hub: those are 'org/name'"
         )
-    patterns = ["config.json", "model*.safetensors*", "tokenizer*.json"]
+    patterns = ["config.json", "model*.safetensors*", "tokenizer*.json", "chat_template.jinja"]
     try:
         from huggingface_hub import snapshot_download
 
@@ -301,7 +301,9 @@ def _write_tensors(shards: list[dict[str, Tensor]], folder: Path) -> None:
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_tokenizer(tokenizer: BPETokenizer | ByteBPETokenizer, folder: Path) -> None:
+def _write_tokenizer(
+    tokenizer: BPETokenizer | ByteBPETokenizer, folder: Path, chat_template: str | None
+) -> None:
     """Write tokenizer.json, and beside it which special token has which role."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     roles = {
@@ -310,6 +312,8 @@ def _write_tokenizer(tokenizer: BPETokenizer | ByteBPETokenizer, folder: Path) -
     }
     tokenizer.save(folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | roles
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
     _write_json(folder / "tokenizer_config.json", settings)
 
 # %% ../../nbs/11b_pretrained.ipynb #c4cdd7fc
@@ -374,12 +378,14 @@ def save_pretrained(
     model_type: str | None = None,
     max_shard_size: int = 5_000_000_000,
     tokenizer: BPETokenizer | ByteBPETokenizer | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Write a folder that transformers opens, all or nothing, and return its path.
 
     The family is the first that can express the model, or `model_type`. A shard has at most
     `max_shard_size` bytes. All tensors are written in the dtype of the embedding table. With a
-    `tokenizer`, its files and special tokens are written too.
+    `tokenizer`, its files and special tokens are written too, and with a `chat_template` how a
+    conversation is laid out.
 
     Raises ValueError where no family can express the model, a number is not finite or the tokenizer
     does not fit, and FileExistsError where the folder holds something.
@@ -405,7 +411,7 @@ def save_pretrained(
         _write_tensors(_in_shards(model, family, max_shard_size), temporary)
         _write_json(temporary / "config.json", settings)
         if tokenizer is not None:
-            _write_tokenizer(tokenizer, temporary)
+            _write_tokenizer(tokenizer, temporary, chat_template)
         mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
             path.chmod(mode)

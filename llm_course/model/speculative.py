@@ -12,10 +12,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ..checks import check_sizes
+from ..checks import check_dtype, check_sizes
 from .cache import KVCache
 from .decoder import DecoderModel
-from .generation import Filters, evaluating, token_probabilities
+from .generation import Filters, check_sampling, evaluating, token_probabilities
 
 # %% ../../nbs/10c_speculative.ipynb #945662b7
 def accept_drafts(
@@ -27,12 +27,16 @@ def accept_drafts(
 ) -> Tensor:
     """Turn tokens drawn from a draft model's distributions into tokens drawn from the model's.
 
-    `drafts` (n,) come from q = `draft_probabilities` (n, V), the result follows p =
-    `probabilities` (n + 1, V). Returns the drafts up to the first that is refused and one token
-    more, int64 (1 to n + 1,). A draft x is kept with probability min(1, p(x) / q(x)); a refused one
-    is replaced by a draw from max(0, p - q), and after n kept ones comes a draw from the last p.
-    ValueError for other shapes. Source: Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
+    `drafts` (n,) were drawn from q = `draft_probabilities` (n, V); the result is distributed like
+    p = `probabilities` (n + 1, V). Returns the drafts before the first rejected one and one more
+    token, int64 (1 to n + 1,). A draft x is accepted with probability min(1, p(x) / q(x)); a
+    rejected one is replaced by a draw from max(0, p - q), and if all n are accepted, a draw from
+    the last p follows. ValueError for other shapes and types. Source: Leviathan et al. 2023,
+    algorithm 1; Chen et al. 2023.
     """
+    check_dtype("drafts", drafts, "integer")
+    check_dtype("draft_probabilities", draft_probabilities, "floating")
+    check_dtype("probabilities", probabilities, "floating")
     n = drafts.numel()
     V = probabilities.shape[-1]
     shapes = [tuple(t.shape) for t in (drafts, draft_probabilities, probabilities)]
@@ -45,9 +49,9 @@ def accept_drafts(
     p = probabilities[places, drafts]  # (n,)
     q = draft_probabilities[places, drafts]
     kept = torch.rand(n, generator=generator, device=p.device) * q < p
-    k = int(kept.long().cumprod(dim=0).sum())  # up to the first refusal
+    k = int(kept.long().cumprod(dim=0).sum())  # up to the first rejection
     rest = probabilities[k] if k == n else (probabilities[k] - draft_probabilities[k]).clamp(min=0)
-    if rest.sum() == 0:  # p = q up to rounding
+    if rest.sum() == 0:  # p equals q up to rounding
         rest = probabilities[k]
     return torch.cat((drafts[:k], torch.multinomial(rest, 1, generator=generator)))
 
@@ -55,7 +59,7 @@ def accept_drafts(
 def _read(
     model: DecoderModel, cache: KVCache, ids: Tensor, n: int, options: dict[str, Any]
 ) -> Tensor:
-    """Probabilities (n, V) that `model` gives after each of the last n tokens of `ids` (1, T)."""
+    """The probabilities (n, V) of `model` after each of the last n tokens of `ids` (1, T)."""
     position_ids = torch.arange(cache.length, ids.shape[1], device=ids.device)
     with evaluating(model.modules()):
         out = model(
@@ -74,7 +78,8 @@ def _write_with_drafts(
     generator: torch.Generator | None,
     options: dict[str, Any],
 ) -> Iterator[Tensor]:
-    cache = KVCache(end)  # without windows: they must be cut back
+    """The iterator of `generate_speculatively`, up to a length of `end` tokens."""
+    cache = KVCache(end)  # without windows, so that rejected tokens can be removed
     draft_cache = KVCache(end)
     while (T := ids.shape[1]) < end:
         drafted = ids
@@ -86,16 +91,16 @@ def _write_with_drafts(
         new = accept_drafts(drafted[0, T:], torch.cat([p[:0], *q]), p, generator=generator)
         ids = torch.cat((ids, new[None]), dim=1)
         for each in (cache, draft_cache):
-            each.truncate(min(each.length, ids.shape[1] - 1))  # what was refused goes
+            each.truncate(min(each.length, ids.shape[1] - 1))  # remove the rejected tokens
         yield new
 
 # %% ../../nbs/10c_speculative.ipynb #fa406499
 def _check_models(model: DecoderModel, draft_model: DecoderModel, end: int) -> None:
-    """ValueError where the models have two vocabularies, or `end` tokens exceed a context."""
+    """ValueError if the vocabularies differ, or if `end` tokens exceed one model's context."""
     if draft_model.config.vocab_size != model.config.vocab_size:
         raise ValueError(
-            f"vocab_size={draft_model.config.vocab_size} and {model.config.vocab_size}: they must"
-            " be equal"
+            f"the models have vocab_size={draft_model.config.vocab_size} and"
+            f" {model.config.vocab_size}: they must share one vocabulary"
         )
     context = min(each.config.max_position_embeddings for each in (model, draft_model))
     if end > context:
@@ -118,17 +123,18 @@ def generate_speculatively(
 ) -> Iterator[Tensor]:
     """Continue one prompt (1, T): yields the new tokens of each call of `model`, int64 (n,).
 
-    Each call gives 1 to `num_drafts` + 1 of them. Together they are `max_new_tokens` (no token
-    stops it), and distributed as `model` alone would write them; greedy, they are the same, unless
-    two logits are equal up to rounding. Options as in `token_probabilities`, without a repetition
-    penalty. Both models are in evaluation mode in their own calls only. ValueError for more than
-    one prompt, two vocabularies, a text that does not fit both contexts, and options out of their
-    range.
+    Each call yields 1 to `num_drafts` + 1 tokens, `max_new_tokens` in total (no token stops it
+    early). They are distributed as if `model` alone generated them; with greedy decoding they are
+    the same tokens, unless two logits are equal up to rounding. Options are those of
+    `token_probabilities`, without a repetition penalty. Both models are in evaluation mode only
+    while they are called. ValueError for more than one prompt, different vocabularies, a length
+    that exceeds one of the contexts, and options out of range.
     """
+    check_dtype("input_ids", input_ids, "integer")
     if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}, expected (1, T): each prompt accepts"
-            " its own drafts"
+            f"input_ids has shape {tuple(input_ids.shape)}, expected (1, T): each prompt would"
+            " accept another number of drafts"
         )
     check_sizes(num_drafts=num_drafts)
     check_sizes(0, max_new_tokens=max_new_tokens)
@@ -136,10 +142,9 @@ def generate_speculatively(
     _check_models(model, draft_model, end)
     if (penalty := filters.get("repetition_penalty", 1.0)) != 1.0:
         raise ValueError(
-            f"repetition_penalty={penalty} does not go with drafts: what was seen changes with each"
-            " of them"
+            f"repetition_penalty={penalty} does not go with drafts: each draft changes the tokens"
+            " that were seen"
         )
-    # refuses wrong options now
-    token_probabilities(input_ids.new_zeros(1, 1), temperature=temperature, **filters)
+    check_sampling(temperature=temperature, **filters)
     options = dict(temperature=temperature, **filters)
     return _write_with_drafts(model, draft_model, input_ids, end, num_drafts, generator, options)

@@ -7,6 +7,7 @@ __all__ = ['IGNORE_INDEX', 'shift', 'PackedDataset', 'SupervisedDataset', 'check
 
 # %% ../../nbs/02a_batches.ipynb #ac62f4d1
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..checks import check_sizes
+from ..checks import check_shape, check_sizes
 
 # %% ../../nbs/02a_batches.ipynb #b4e76c49
 IGNORE_INDEX = -100  # the label of a position without a target; cross_entropy ignores it
@@ -23,10 +24,14 @@ IGNORE_INDEX = -100  # the label of a position without a target; cross_entropy i
 def shift(ids: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
     """Split rows (..., T + 1) into inputs (..., T) and labels (..., T): each token's successor.
 
-    The labels come from `targets` where it is given: in the shape of `ids`, with IGNORE_INDEX at
-    tokens that are not targets. They are a copy, so writing into them leaves the inputs alone. This
-    is the only place in the course that shifts.
+    If `targets` is given, the labels come from there: it has the shape of `ids`, with IGNORE_INDEX
+    at tokens that are not targets. The labels are a copy, so writing to them doesn't change the
+    inputs. No other function of the course shifts. ValueError for other shapes.
     """
+    if not isinstance(ids, Tensor) or ids.ndim == 0:
+        raise ValueError(f"ids must be a tensor (..., T + 1), not {ids!r}")
+    if targets is not None:
+        check_shape("targets", targets, ids.shape, "the shape of ids")
     return {
         "input_ids": ids[..., :-1],
         "labels": (ids if targets is None else targets)[..., 1:].clone(),
@@ -34,21 +39,27 @@ def shift(ids: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
 
 # %% ../../nbs/02a_batches.ipynb #8b75594d
 class PackedDataset(Dataset):
-    """Windows of T tokens over one long row of ids: a NumPy array, or its like.
+    """Windows of T tokens over one long row of ids: a NumPy array, or a `TokenFile`.
 
     Item i is `{"input_ids": (T,), "labels": (T,)}`, int64. Windows do not overlap, so each id is a
     target at most once; a remainder shorter than a window is left out. With `separator_id` there
-    are also `document_ids` (T,), which grow by one after each separator: give them to the model,
-    and attention stays inside documents. ValueError where the ids do not fill one window.
+    are also `document_ids` (T,), which increase by one after each separator: pass them to the
+    model, and attention stays inside documents. ValueError if the ids don't fill one window.
     """
 
     def __init__(self, tokens: Any, sequence_length: int, *, separator_id: int | None = None):
         check_sizes(sequence_length=sequence_length)
-        if tokens[:1].ndim != 1 or not np.issubdtype(tokens[:1].dtype, np.integer):
+        first = tokens[:1] if hasattr(tokens, "__getitem__") else tokens
+        if not isinstance(first, np.ndarray):
             raise ValueError(
-                f"tokens must be one row of integers, not {tokens[:1].dtype} of {tokens[:1].ndim}"
-                " dimensions"
+                f"tokens is a {type(tokens).__name__}, expected a NumPy array: np.array(ids)"
             )
+        if first.ndim != 1 or not np.issubdtype(first.dtype, np.integer):
+            raise ValueError(
+                f"tokens must be one row of integers, not {first.dtype} of {first.ndim} dimensions"
+            )
+        if separator_id is not None:
+            (separator_id,) = check_sizes(0, separator_id=separator_id)
         if len(tokens) < sequence_length + 1:
             raise ValueError(
                 f"{len(tokens)} tokens are too few for one row of sequence_length={sequence_length}"
@@ -79,11 +90,12 @@ class PackedDataset(Dataset):
 
 # %% ../../nbs/02a_batches.ipynb #960d96e5
 class SupervisedDataset(Dataset):
-    """Prompts and their answers, each a sequence of ids: only the answers are targets.
+    """Prompts and their answers, each a sequence of ids, of which only the answers are targets.
 
     A batch is padded on the right to its longest row: `input_ids`, `labels` (IGNORE_INDEX at prompt
-    and padding) and `attention_mask` (1 token, 0 padding), all (B, T) and int64. ValueError where
-    an example lacks its prompt or its answer, or is longer than `max_length` positions.
+    and padding) and `attention_mask` (1 for a token, 0 for padding), all (B, T) and int64.
+    ValueError if the prompt or the answer of an example is empty, or if the two together are longer
+    than `max_length` positions.
     """
 
     def __init__(
@@ -98,6 +110,8 @@ class SupervisedDataset(Dataset):
                 "pad_token_id=None: rows of unequal length need a padding token; train the"
                 " tokenizer with '<|pad|>'"
             )
+        (pad_token_id,) = check_sizes(0, pad_token_id=pad_token_id)
+        (max_length,) = check_sizes(max_length=max_length)
         for index, (prompt, answer) in enumerate(examples):
             if min(len(prompt), len(answer)) == 0 or len(prompt) + len(answer) > max_length + 1:
                 raise ValueError(
@@ -115,7 +129,7 @@ class SupervisedDataset(Dataset):
         return {name: rows[0] for name, rows in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch of these items, (B, T) each, as long as the longest of them.
+        """Return the batch of these items, (B, T) each, where T is set by the longest of them.
 
         IndexError outside the dataset.
         """
@@ -123,7 +137,7 @@ class SupervisedDataset(Dataset):
         lengths = torch.tensor(
             [len(prompt) + len(answer) for prompt, answer in examples], dtype=torch.int64
         )
-        width = max(lengths.tolist(), default=2)
+        width = max(lengths.tolist(), default=2)  # an empty batch has T = 1
         ids = torch.full((len(examples), width), self.pad_token_id, dtype=torch.int64)  # (B, T + 1)
         targets = torch.full_like(ids, IGNORE_INDEX)
         for row, (prompt, answer) in enumerate(examples):
@@ -135,21 +149,22 @@ class SupervisedDataset(Dataset):
 
 # %% ../../nbs/02a_batches.ipynb #560f07c1
 def check_rank(rank: int, world_size: int) -> None:
-    """ValueError where `rank` is not one of `world_size` processes, 0 to `world_size` - 1."""
-    if not 0 <= rank < world_size:
+    """ValueError unless `rank` is one of `world_size` processes, 0 to `world_size` - 1."""
+    (world_size,) = check_sizes(world_size=world_size)
+    if not isinstance(rank, Integral) or not 0 <= rank < world_size:
         raise ValueError(
             f"rank={rank} must lie in 0..{world_size - 1}, below world_size={world_size}"
         )
 
 # %% ../../nbs/02a_batches.ipynb #1e6c5013
 class ResumableBatchSampler(Sampler):
-    """Batches of indices, from batch `position` on, in an order fixed by (seed, epoch).
+    """Batches of indices, starting at batch `position`, in an order that (seed, epoch) determines.
 
-    Each epoch is a fresh permutation of all items. A global batch is the next `batch_size *
-    world_size` of them, and `rank` gets its share, so several ranks see together what one rank with
-    the joint batch size would. Nothing is repeated or lost within an epoch: the last global batch
-    may be short, and is then spread evenly, so that a rank may get an empty list. ValueError where
-    a number is out of its range.
+    Each epoch is a new permutation of all items. A global batch is the next `batch_size *
+    world_size` of them, and each `rank` gets its share, so that all ranks together see what a
+    single rank with the global batch size would see. Nothing is repeated or lost within an epoch:
+    the last global batch may be smaller, and is then divided evenly, so that a rank may get an
+    empty list. ValueError if a number is out of range.
     """
 
     def __init__(
@@ -186,11 +201,12 @@ class ResumableBatchSampler(Sampler):
 
 # %% ../../nbs/02a_batches.ipynb #50d8fe93
 def batch_loader(dataset: Any, batches: Iterable[list[int]], *, num_workers: int = 0) -> DataLoader:
-    """Load the batches of indices in `batches`, in that order for any number of worker processes.
+    """Load the batches of indices in `batches`, in their order for any number of worker processes.
 
-    `dataset.__getitems__(indices)` must return a whole batch. The loader has a generator of its
-    own: the global one, and with it dropout, is left alone.
+    `dataset.__getitems__(indices)` must return a whole batch. The loader has its own random
+    generator, so that it doesn't advance the global one, from which dropout draws.
     """
+    (num_workers,) = check_sizes(0, num_workers=num_workers)
     own = torch.Generator()
     return DataLoader(
         dataset, batch_sampler=batches, num_workers=num_workers, collate_fn=_as_is, generator=own

@@ -21,9 +21,9 @@ from ..checks import check_choice, check_sizes
 
 # %% ../../nbs/01a_bpe.ipynb #a5980116
 def _byte_characters() -> dict[int, str]:
-    """GPT-2's visible character for each byte, in the order of ids.
+    """Map each byte to GPT-2's visible character for it, in the order of GPT-2's ids.
 
-    Bytes that print come first and stand for themselves; the others follow, from U+0100 on.
+    Printable bytes come first and are written as themselves; the others follow, from U+0100 on.
     """
     printable = [
         *range(ord("!"), ord("~") + 1),
@@ -37,24 +37,34 @@ def _byte_characters() -> dict[int, str]:
 
 
 BYTE_CHARACTERS = _byte_characters()
-# the number of each byte: 0 is "!", as in GPT-2
+# the symbol of each byte: 0 is "!", as in GPT-2
 _SYMBOLS = {byte: symbol for symbol, byte in enumerate(BYTE_CHARACTERS)}
 
 # %% ../../nbs/01a_bpe.ipynb #4cd6238b
-# GPT-2's pattern: contractions; letters, digits and other signs, each with the space before it; and
-# the remaining white space.
+# GPT-2's pattern: contractions; runs of letters, of digits and of other signs, each with the space
+# before it; and the remaining whitespace.
 GPT2_PATTERN = regex.compile(
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 
 # %% ../../nbs/01a_bpe.ipynb #fd178807
-def count_words(texts: Iterable[str]) -> Counter[bytes]:
-    """Count the words of GPT-2's pattern, as bytes, with one text in memory at a time.
+def _check_several(texts: Any) -> None:
+    """ValueError for one text, which Python would take for the list of its characters."""
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise ValueError(
+            f"texts must be a list or iterator of strings, not one {type(texts).__name__}: [text]"
+        )
 
-    A lone surrogate U+DC80 to U+DCFF is read as an invalid byte, as `surrogateescape` writes it;
-    any other lone surrogate is a UnicodeEncodeError. Source: Radford et al. 2019, section 2.2, and
+
+def count_words(texts: Iterable[str]) -> Counter[bytes]:
+    """Split each text into words by GPT-2's pattern and count them, as bytes.
+
+    Only one text is in memory at a time. A lone surrogate U+DC80 to U+DCFF stands for an invalid
+    byte, as in Python's `surrogateescape`; any other lone surrogate is a UnicodeEncodeError.
+    ValueError for a single text instead of several. Source: Radford et al. 2019, section 2.2, and
     the pattern in the code published with it.
     """
+    _check_several(texts)
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(GPT2_PATTERN.findall(text))
@@ -64,10 +74,10 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
 
 # %% ../../nbs/01a_bpe.ipynb #fc5b84ae
 def _merge_in_word(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
-    """Replace `pair` by `new` in a word; return it with the neighbouring pairs broken and made.
+    """Replace `pair` by `new` in a word; also list the neighbouring pairs that it breaks and makes.
 
-    A word is a string with one character for each symbol. The merged occurrences of `pair` itself
-    are not counted as broken.
+    A word is a string with one character per symbol. The occurrences of `pair` itself are not
+    listed as broken.
     """
     a = pair[0]
     b = pair[1]
@@ -83,7 +93,7 @@ def _merge_in_word(word: str, pair: str, new: str) -> tuple[str, list[str], list
             broken.append(b + part[0])
             made.append(new + part[0])
             before = after = part[-1]
-        else:  # another `pair` follows at once
+        else:  # another `pair` follows immediately
             before = b
             after = new
     return new.join((first, *rest)), broken, made
@@ -92,14 +102,14 @@ def _merge_in_word(word: str, pair: str, new: str) -> tuple[str, list[str], list
 def _merge_everywhere(
     pair: str, new: str, words: list[str], frequencies: list[int], places: dict[str, list[int]]
 ) -> dict[str, int]:
-    """Merge `pair` in every word that contains it, and return how the other counts change.
+    """Merge `pair` in every word that contains it, and return the changes of the other counts.
 
-    Records in `places` which words contain the new pairs.
+    The words that contain the new pairs are recorded in `places`.
     """
     changes: defaultdict[str, int] = defaultdict(int)
     for index in places.pop(pair):
         if pair not in words[index]:
-            continue  # merged away before, or `places` lists this word twice
+            continue  # an earlier merge removed it, or `places` lists this word twice
         words[index], broken, made = _merge_in_word(words[index], pair, new)
         for other in broken:
             changes[other] -= frequencies[index]
@@ -113,7 +123,7 @@ TIES = ("smaller symbols", "greater bytes")
 
 
 class _GreaterFirst(str):
-    """A pair that comes out of a heap before those whose two tokens are smaller as bytes."""
+    """A pair that a heap returns before any pair whose two tokens are smaller as bytes."""
 
     tokens: tuple[bytes, bytes]
 
@@ -122,7 +132,10 @@ class _GreaterFirst(str):
 
 
 def _order_of(ties: str, tokens: Sequence[bytes]) -> Callable[[str], str]:
-    """What a pair has to become for a heap to follow the tie rule; `tokens` may still grow."""
+    """Return the function that wraps a pair so that a heap breaks ties by the rule `ties`.
+
+    `tokens`, the bytes of each symbol, may still grow.
+    """
     check_choice(TIES, ties=ties)
 
     def greater_first(pair: str) -> str:
@@ -141,19 +154,20 @@ def learn_merges(
     ties: str = "smaller symbols",
     progress: bool = False,
 ) -> list[tuple[int, int]]:
-    """Learn which pairs BPE merges, most frequent first.
+    """Learn the merges of BPE: in each step, the most frequent pair becomes a new symbol.
 
     Symbols 0 to 255 are the bytes in GPT-2's order, and merge m makes symbol 256 + m. `ties` says
-    which of equally frequent pairs wins: that with the smaller symbols, as in `tokenizers`, or that
-    whose tokens are the greater bytes. Learning ends early where no pair occurs `min_frequency`
-    times. ValueError for a negative `num_merges`, a `min_frequency` below 1 or another rule.
-    Source: Sennrich et al. 2016, algorithm 1, with counts that are updated instead of recounted.
+    which of several equally frequent pairs is merged: the one with the smaller symbols, as in
+    `tokenizers`, or the one whose tokens are greater as bytes. Learning stops early once no pair
+    occurs `min_frequency` times. ValueError for a negative `num_merges`, a `min_frequency` below 1
+    or an unknown rule. Source: Sennrich et al. 2016, algorithm 1, with counts that are updated
+    instead of recounted.
     """
     check_sizes(0, num_merges=num_merges)
     check_sizes(min_frequency=min_frequency)
     tokens = [bytes([byte]) for byte in BYTE_CHARACTERS]
     order = _order_of(ties, tokens)
-    # one character for each symbol
+    # one character per symbol
     words = [word.decode("latin-1").translate(_SYMBOLS) for word in word_counts]
     frequencies = list(word_counts.values())
     counts: defaultdict[str, int] = defaultdict(int)
@@ -170,7 +184,7 @@ def learn_merges(
         while queue and len(merges) < num_merges:
             count, pair = heapq.heappop(queue)
             if counts[pair] != -count:
-                continue  # its count has changed since; the true one is in the queue too
+                continue  # outdated: an entry with the current count is in the queue, too
             if -count < min_frequency:
                 break
             tokens.append(tokens[ord(pair[0])] + tokens[ord(pair[1])])
@@ -185,11 +199,13 @@ def learn_merges(
 
 # %% ../../nbs/01a_bpe.ipynb #750c546b
 def apply_merges(word: bytes, merged: Mapping[tuple[int, int], int]) -> list[int]:
-    """Return the symbols of `word` after all merges: lowest rank first, leftmost of equal ranks.
+    """Return the symbols of `word` after all merges: lowest rank first, and then from the left.
 
-    `merged` gives the symbol that a pair becomes, 256 + its rank. A heap keeps it to n log n steps
-    for n bytes, so even a word of a megabyte is encoded quickly.
+    `merged` maps a pair to the symbol that it becomes, 256 + its rank. Thanks to a heap, n bytes
+    take O(n log n) steps, so even a word of a megabyte is encoded quickly.
     """
+    if not isinstance(word, bytes):
+        raise ValueError(f"word must be bytes, not {type(word).__name__}: word.encode()")
     symbols = [_SYMBOLS[byte] for byte in word]
     end = len(symbols)
     look_up = merged.get
@@ -197,14 +213,14 @@ def apply_merges(word: bytes, merged: Mapping[tuple[int, int], int]) -> list[int
         (new, i) for i, pair in enumerate(pairwise(symbols)) if (new := look_up(pair)) is not None
     ]
     heapq.heapify(queue)
-    # the neighbours that are still there
+    # the neighbours of each symbol among those that remain
     left = list(range(-1, end - 1))
     right = list(range(1, end + 1))
     while queue:
         new, i = heapq.heappop(queue)
         j = right[i]
         if j >= end or look_up((symbols[i], symbols[j])) != new:
-            continue  # one of the two has been merged since
+            continue  # one of the two has been merged in the meantime
         symbols[i] = new
         symbols[j] = -1
         right[i] = after = right[j]
@@ -219,21 +235,23 @@ def apply_merges(word: bytes, merged: Mapping[tuple[int, int], int]) -> list[int
 
 # %% ../../nbs/01a_bpe.ipynb #911685bd
 def room_for_merges(vocab_size: int, special_tokens: Sequence[str]) -> int:
-    """Count the merges that fit beside 256 bytes and the special tokens.
+    """Return how many merges fit into a vocabulary beside 256 bytes and the special tokens.
 
-    ValueError where not even those fit, and for names that are empty or occur twice.
+    ValueError if `vocab_size` has no room for those, or if the names of the special tokens are not
+    a list of distinct strings of at least two characters.
     """
-    # a set has no order, and the order decides the ids
-    listed = isinstance(special_tokens, list | tuple)
-    if not listed or "" in special_tokens or len(set(special_tokens)) < len(special_tokens):
+    # a list: a set has no order, and the order decides the ids
+    is_list = isinstance(special_tokens, list | tuple)
+    if not is_list or not all(isinstance(name, str) and len(name) > 1 for name in special_tokens):
         raise ValueError(
-            f"special_tokens={special_tokens!r} must be a list of different names, none of them"
-            " empty"
+            f"special_tokens={special_tokens!r} must be a list of names of at least two characters,"
+            " such as '<|x|>'"
         )
-    if not isinstance(vocab_size, int) or vocab_size > 2**20:
-        raise ValueError(
-            f"vocab_size={vocab_size!r} must be a whole number of at most 2**20 = 1,048,576"
-        )
+    if len(set(special_tokens)) < len(special_tokens):
+        raise ValueError(f"special_tokens={special_tokens!r} must be distinct names")
+    (vocab_size,) = check_sizes(vocab_size=vocab_size)
+    if vocab_size > 2**20:
+        raise ValueError(f"vocab_size={vocab_size} must be at most 2**20 = 1,048,576")
     if vocab_size < 256 + len(special_tokens):
         raise ValueError(
             f"vocab_size={vocab_size} is too small for 256 bytes and {len(special_tokens)} special"
@@ -243,7 +261,7 @@ def room_for_merges(vocab_size: int, special_tokens: Sequence[str]) -> int:
 
 
 def any_of(names: Iterable[str]) -> str:
-    """Return a pattern that finds any of `names`, and the longer where two begin together."""
+    """Return a regular expression for any of `names`; where several match, it takes the longest."""
     longest_first = sorted(names, key=len, reverse=True)
     return "|".join(map(regex.escape, longest_first)) or "(?!)"  # (?!) matches nowhere
 
@@ -251,12 +269,11 @@ def any_of(names: Iterable[str]) -> str:
 def between_special_tokens(
     texts: Iterable[str | bytes], special_tokens: Sequence[str]
 ) -> Iterator[str]:
-    """Cut the texts at the names of special tokens, and yield what is between them.
+    """Split the texts at the names of special tokens, and yield the ordinary text between them.
 
-    Bytes that are not UTF-8 become lone surrogates. ValueError for a single text instead of a list.
+    Bytes that aren't UTF-8 become lone surrogates. ValueError for a single text instead of several.
     """
-    if isinstance(texts, (str, bytes)):
-        raise ValueError("texts must be a list or an iterator of texts, not one text: [text]")
+    _check_several(texts)
     special = regex.compile(any_of(special_tokens))
     for text in texts:
         yield from special.split(
@@ -265,9 +282,17 @@ def between_special_tokens(
 
 # %% ../../nbs/01a_bpe.ipynb #92896b8f
 def bytes_of_symbols(merges: Iterable[tuple[int, int]]) -> list[bytes]:
-    """List the bytes of each symbol: the 256 bytes in GPT-2's order, then what each merge makes."""
+    """List the bytes of each symbol: the 256 bytes in GPT-2's order, then the result of each merge.
+
+    ValueError names the first merge of symbols that don't exist yet.
+    """
     tokens = [bytes([byte]) for byte in BYTE_CHARACTERS]
-    for a, b in merges:
+    for number, (a, b) in enumerate(merges):
+        if not 0 <= min(a, b) <= max(a, b) < len(tokens):
+            raise ValueError(
+                f"merge {number} joins the symbols {a} and {b}, and there are only 0 to"
+                f" {len(tokens) - 1} before it"
+            )
         tokens.append(tokens[a] + tokens[b])
     return tokens
 
@@ -280,11 +305,11 @@ def visible(token: bytes) -> str:
 def merges_from_tokens(
     vocab: Mapping[str, int], merges: Iterable[Sequence[str]]
 ) -> tuple[list[tuple[int, int]], list[int], dict[str, int]]:
-    """Read tables whose tokens are written with GPT-2's visible characters.
+    """Read a vocabulary and merges that are written with GPT-2's visible characters.
 
-    GPT-2's own files and `tokenizer.json` are such tables. Returns the merges as pairs of symbols,
-    the id of each symbol, and the entries that no merge makes: the special tokens. ValueError names
-    the first merge or entry that does not fit.
+    GPT-2's own files and `tokenizer.json` contain such tables. Returns the merges as pairs of
+    symbols, the id of each symbol, and the special tokens: the entries that are neither a byte nor
+    the result of a merge. ValueError names the first merge or entry that is wrong.
     """
     symbols = {character: symbol for symbol, character in enumerate(BYTE_CHARACTERS.values())}
     pairs = []
@@ -297,14 +322,14 @@ def merges_from_tokens(
             or token in symbols
         ):
             raise ValueError(
-                f"merge {number}, {' '.join(merge)!r}, must join two tokens that are bytes or made"
-                " before, into a new one"
+                f"merge {number}, {' '.join(merge)!r}, must join two tokens that are bytes or"
+                " results of earlier merges, into a new token"
             )
         pairs.append((symbols[merge[0]], symbols[merge[1]]))
         symbols[token] = 256 + number
     if missing := [token for token in symbols if token not in vocab]:
         raise ValueError(
-            f"the vocabulary lacks {missing[0]!r}, a byte or what a merge makes, and"
+            f"the vocabulary lacks {missing[0]!r}, a byte or the result of a merge, and"
             f" {len(missing) - 1} more"
         )
     special_tokens = {token: i for token, i in vocab.items() if token not in symbols}

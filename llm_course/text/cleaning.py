@@ -15,40 +15,40 @@ from typing import Any
 
 import regex
 
-from ..checks import check_numbers
-from .corpus import Corpus, check_lists, import_extra
+from ..checks import check_lists, check_numbers, check_sizes
+from .corpus import Corpus, import_extra
 
 # %% ../../nbs/02c_cleaning.ipynb #4e033cda
-# a document in, the cleaned document out; an empty one is dropped
+# maps a document to the cleaned document; an empty result means that it is dropped
 CleaningStep = Callable[[str], str]
 
 
 def normalize_nfc(text: str) -> str:
-    """Write a letter and its accents as one code point where Unicode has one (form NFC, UAX 15)."""
+    """Compose a letter and its accents into one code point where Unicode has one (NFC, UAX 15)."""
     return unicodedata.normalize("NFC", text)
 
 # %% ../../nbs/02c_cleaning.ipynb #43843630
 _URL = regex.compile(
     r"""(?<![A-Za-z0-9])(?:https?://|ftp://|www\.)(?=[\w\[])
         (?:[\w\p{M}\-.~:/?#@!$&'*+,;=%]
-        | \([^\s()<>]*\) | \[[^\s\[\]<>]*\])*  # brackets belong to it in pairs
-        (?<![.,:;!?'*_~])  # and what ends a sentence does not
+        | \([^\s()<>]*\) | \[[^\s\[\]<>]*\])*  # brackets are part of it in pairs
+        (?<![.,:;!?'*_~])  # and the punctuation that ends a sentence is not
     """,
     regex.VERBOSE | regex.IGNORECASE,
 )
 
 
 def replace_urls(text: str, placeholder: str = "<url>") -> str:
-    """Replace each web address by a placeholder; the punctuation around it stays."""
+    """Replace each URL by a placeholder; the punctuation around it stays."""
     return _URL.sub(lambda _: placeholder, text)
 
 # %% ../../nbs/02c_cleaning.ipynb #b324fbfd
 _PICTURE = r"""(?: \p{RI}\p{RI}                # a flag: two regional indicators
     | [0-9#*]\uFE0F?\u20E3                     # a keycap
-    | \p{Emoji_Presentation}(?!\uFE0E)         # a picture, unless what follows makes it a sign
-    | \p{Emoji}\uFE0F | \p{EBase}\p{EMod} )    # a sign that what follows makes a picture
+    | \p{Emoji_Presentation}(?!\uFE0E)         # a picture, unless a selector makes it text
+    | \p{Emoji}\uFE0F | \p{EBase}\p{EMod} )    # text that a selector makes a picture
 """
-# may follow a picture: variation, keycap, skin, the region of a flag
+# may follow a picture: variation selector, keycap, skin tone, the region of a flag
 _STYLE = r"\uFE0F\u20E3\p{EMod}\U000E0020-\U000E007F"
 _EMOJI = regex.compile(
     rf"""(?:(?<!\u200D)\u200D++)? (?: {_PICTURE} | \p{{ExtPict}}(?=\u200D\p{{ExtPict}}) )
@@ -61,8 +61,8 @@ _EMOJI = regex.compile(
 def replace_emoji(text: str, placeholder: str = "<emoji>") -> str:
     """Replace each emoji, however many code points it has, by a placeholder; "" removes them.
 
-    Signs shown as text stay, such as © and ✔ without a variation selector. Source: Unicode
-    Technical Standard 51, section 1.4.9.
+    Characters that are displayed as text stay, such as © and ✔ without a variation selector.
+    Source: Unicode Technical Standard 51, section 1.4.9.
     """
     return _EMOJI.sub(lambda _: placeholder, text)
 
@@ -72,16 +72,17 @@ _INVISIBLE = regex.compile(r"[^\P{Cc}\n\t]|\p{Bidi_Control}|[\xAD\u200B\u2060\uF
 
 
 def remove_controls(text: str) -> str:
-    """Make every line break a newline, and remove invisible characters.
+    """Turn every line break into a newline, and remove invisible characters.
 
-    Those are controls other than the tab, direction marks, soft hyphens, the zero-width space,
-    joiner U+2060 and U+FEFF. U+200C and U+200D stay: they shape Persian and Hindi, and join emoji.
+    Those are control characters other than the tab, direction marks, soft hyphens, the zero-width
+    space, the word joiner U+2060 and U+FEFF. U+200C and U+200D stay, because they shape Persian and
+    Hindi words and join emoji.
     """
     return _INVISIBLE.sub("", _LINE_BREAK.sub("\n", text))
 
 # %% ../../nbs/02c_cleaning.ipynb #3af200a7
 def exact_duplicates() -> CleaningStep:
-    """Make a step that drops every document equal to an earlier one."""
+    """Make a step that drops every document that equals an earlier one."""
     seen = set[bytes]()
 
     def step(text: str) -> str:
@@ -99,22 +100,25 @@ _WORD = regex.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
 def shingles(text: str, size: int = 5) -> set[str]:
     """Return all runs of `size` neighbouring words, in lower case; a shorter text is one run.
 
-    In scripts without spaces each character counts as a word. Source: Broder 1997.
+    In scripts without spaces each character counts as a word. ValueError for a size below 1.
+    Source: Broder 1997.
     """
+    (size,) = check_sizes(size=size)
     words = _WORD.findall(text.lower())
     return {" ".join(words[i : i + size]) for i in range(max(1, len(words) - size + 1))}
 
 # %% ../../nbs/02c_cleaning.ipynb #6b136d8a
 def near_duplicates(threshold: float = 0.8, *, seed: int = 1) -> CleaningStep:
-    """Make a step that drops every document too similar to an earlier one that was kept.
+    """Make a step that drops every document that is too similar to one that was kept before.
 
-    Too similar means an estimated Jaccard similarity of their shingles of `threshold` or above. It
-    is estimated from 128 seeded hashes (standard error below 0.045) for documents that agree in at
-    least one of 32 bands of 4. ImportError without the extra, pip install "llm_course[hub]";
-    ValueError for a threshold outside [0.5, 1]. Source: Broder 1997; Leskovec et al., Mining of
-    Massive Datasets, chapter 3.
+    Two documents are too similar if the Jaccard similarity of their shingles is estimated at
+    `threshold` or above. The estimate comes from 128 seeded hashes (standard error below 0.045),
+    and is made for documents that agree in at least one of 32 bands of 4 hashes. ImportError
+    without the extra, pip install "llm_course[hub]"; ValueError for a threshold outside [0.5, 1].
+    Source: Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3.
     """
     check_numbers("[0.5, 1]", threshold=threshold, hint="the bands miss less similar pairs")
+    (seed,) = check_sizes(0, seed=seed)
     library = import_extra("datasketch")
     kept = list[Any]()
     blank = library.MinHash(num_perm=128, seed=seed)
@@ -123,7 +127,7 @@ def near_duplicates(threshold: float = 0.8, *, seed: int = 1) -> CleaningStep:
     def step(text: str) -> str:
         sketch = blank.copy()
         runs = [run.encode("utf-8", "surrogatepass") for run in shingles(text)]
-        # the library holds 128 numbers for each run of a batch
+        # the library keeps 128 numbers in memory for each run of a batch
         for start in range(0, len(runs), 10_000):
             sketch.update_batch(runs[start : start + 10_000])
         if any(sketch.jaccard(kept[number]) >= threshold for number in bands.query(sketch)):
@@ -136,7 +140,8 @@ def near_duplicates(threshold: float = 0.8, *, seed: int = 1) -> CleaningStep:
 
 # %% ../../nbs/02c_cleaning.ipynb #95ae8390
 def keep_length(shortest: int = 50, longest: int = 1_000_000) -> CleaningStep:
-    """Make a step that drops documents below `shortest` or above `longest` characters."""
+    """Make a step that drops documents with less than `shortest` or over `longest` characters."""
+    shortest, longest = check_sizes(0, shortest=shortest, longest=longest)
     return lambda text: text if shortest <= len(text) <= longest else ""
 
 
@@ -153,10 +158,10 @@ CLEANING_STEPS: dict[str, Callable[[], CleaningStep]] = {
 
 # %% ../../nbs/02c_cleaning.ipynb #e64d899f
 class CleaningReport(list[dict[str, Any]]):
-    """What each step did: documents dropped and changed, characters removed.
+    """What each step did: a list with a dictionary per step, which prints as a table.
 
-    A list with a dictionary for each step: documents that came in, were dropped, were changed. It
-    prints as a table.
+    A row counts the documents that the step received, dropped and changed, and the characters that
+    it removed.
     """
 
     def __str__(self) -> str:
@@ -171,18 +176,18 @@ class CleaningReport(list[dict[str, Any]]):
 
 
 def clean_corpus(corpus: Corpus, steps: Sequence[str]) -> tuple[Corpus, CleaningReport]:
-    """Send all documents through fresh steps of `CLEANING_STEPS`, drop empty ones, and report.
+    """Run all documents through new steps of `CLEANING_STEPS`, drop empty ones, and report.
 
-    The characters removed include those of dropped documents; they are negative where placeholders
-    are longer than what they replace. Without steps the corpus is returned as it is. ValueError for
-    an unknown name, and where nothing is left.
+    The characters removed include those of dropped documents; their number is negative if the
+    placeholders are longer than the text that they replace. Without steps the corpus is returned
+    unchanged. ValueError for an unknown name, or if no document is left.
     """
     check_lists(steps=steps)
     for name in steps:
-        if name not in CLEANING_STEPS:
-            nearest = difflib.get_close_matches(name, CLEANING_STEPS, n=1, cutoff=0)[0]
+        if not isinstance(name, str) or name not in CLEANING_STEPS:
+            nearest = difflib.get_close_matches(str(name), CLEANING_STEPS, n=1, cutoff=0)[0]
             raise ValueError(
-                f"no cleaning step is called {name!r}, do you mean {nearest!r}? Known:"
+                f"there is no cleaning step {name!r}, do you mean {nearest!r}? The steps are"
                 f" {', '.join(CLEANING_STEPS)}"
             )
     documents = corpus.documents
@@ -198,7 +203,7 @@ def clean_corpus(corpus: Corpus, steps: Sequence[str]) -> tuple[Corpus, Cleaning
 
 
 def _apply(name: str, documents: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Send the documents through one fresh step; return what is left, and the report's row."""
+    """Run the documents through one new step; return those that remain and the report's row."""
     step = CLEANING_STEPS[name]()
     pairs = [(old, step(old)) for old in documents]
     kept = [(old, new) for old, new in pairs if new.strip()]

@@ -9,7 +9,7 @@ __all__ = ['BaseDataModule', 'check_same_data', 'SyntheticTask', 'SyntheticDataM
 # %% ../../nbs/02e_data.ipynb #4601751d
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ..checks import check_choice, check_sizes
+from ..checks import check_choice, check_lists, check_numbers, check_sizes
 from ..files import write_text
 from llm_course.text.batches import (
     PackedDataset,
@@ -26,45 +26,52 @@ from llm_course.text.batches import (
     batch_loader,
     check_rank,
 )
+from .bpe import room_for_merges
 from .cleaning import CleaningReport, clean_corpus
 from llm_course.text.corpus import (
     Corpus,
-    check_lists,
     load_corpus,  # documented place
     split_documents,
 )
+from .stories import split_stories
 from .token_file import TokenFile
-from .tokenization import BPETokenizer
+from llm_course.text.tokenization import (
+    SPECIAL_TOKENS,
+    BaseTokenizer,
+    BPETokenizer,
+    SimpleCharacterTokenizer,
+    load_tokenizer,
+)
 
 # %% ../../nbs/02e_data.ipynb #fbf1f581
 class BaseDataModule:
-    """What the training engine asks of data: prepare once, set up in each process, give loaders.
+    """What the training engine needs of data: prepare once, set up in each process, make loaders.
 
-    A subclass whose `setup` leaves `train_dataset` and `val_dataset` (with `__getitems__`) and that
-    has `batch_size`, `seed` and `num_workers` gets its loaders from here.
+    A subclass that has `batch_size`, `seed` and `num_workers`, and whose `setup` assigns
+    `train_dataset` and `val_dataset` (with `__getitems__`), inherits its loaders from here.
     """
 
     batch_size: int
     seed: int = 0
     num_workers: int = 0
-    vocab_size: int  # entries of the vocabulary, known after setup
+    vocab_size: int  # entries of the vocabulary, known after `setup`
     train_dataset: Any
     val_dataset: Any
 
     def prepare_data(self, *, expected: dict[str, Any] | None = None) -> None:
-        """Do the slow work in one process, and leave its result on disk; twice does no harm.
+        """Do the slow work in one process, with its result on disk; a second call changes nothing.
 
-        `expected` is the fingerprint of a run that is to be resumed: data that would differ is a
-        ValueError before anything is written.
+        `expected` is the fingerprint of a run that is to be resumed: if the data would differ from
+        it, ValueError is raised before anything is written.
         """
 
     def setup(self) -> None:
-        """Open what `prepare_data` left, in every process."""
+        """Open the result of `prepare_data`, in every process."""
 
     def train_dataloader(
         self, *, epoch: int, position: int = 0, rank: int = 0, world_size: int = 1
     ) -> DataLoader:
-        """Load the batches of one epoch for this rank, from batch `position` on."""
+        """Load the batches of one epoch for this rank, starting at batch `position`."""
         order = dict(
             seed=self.seed, epoch=epoch, position=position, rank=rank, world_size=world_size
         )
@@ -72,7 +79,7 @@ class BaseDataModule:
         return batch_loader(self.train_dataset, sampler, num_workers=self.num_workers)
 
     def val_dataloader(self, *, rank: int = 0, world_size: int = 1) -> DataLoader:
-        """Load this rank's validation batches, always the same in the same order.
+        """Load this rank's validation batches, the same ones in the same order on each call.
 
         On several ranks the last batch may be empty.
         """
@@ -86,12 +93,12 @@ class BaseDataModule:
         return batch_loader(self.val_dataset, batches, num_workers=self.num_workers)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what must be equal for a run to be resumed; a checkpoint keeps it."""
+        """Return what must be equal for a run to be resumed; a checkpoint stores it."""
         return {}
 
 # %% ../../nbs/02e_data.ipynb #31de0d8c
 def check_same_data(expected: dict[str, Any], actual: dict[str, Any]) -> None:
-    """ValueError names what differs between the data of a run and the data it is resumed with."""
+    """ValueError names what differs between a run's data and the data that it is resumed with."""
     changed = [
         f"{name} was {old}, is {actual.get(name)}"
         for name, old in expected.items()
@@ -106,10 +113,10 @@ def check_same_data(expected: dict[str, Any], actual: dict[str, Any]) -> None:
 # %% ../../nbs/02e_data.ipynb #3552a32a
 @dataclass(frozen=True)
 class SyntheticTask:
-    """A rule that gives each prompt of symbols its answer: `copy`, `reverse` or `modular_addition`.
+    """A rule that maps a prompt of symbols to its answer: `copy`, `reverse`, `modular_addition`.
 
-    Symbols are 2, 3, ... A prompt of `copy` and `reverse` has `length` of them, and a prompt of
-    `modular_addition` two, whose sum modulo `num_symbols` is the answer.
+    The symbols are 2, 3, ... A prompt of `copy` and `reverse` has `length` of them; a prompt of
+    `modular_addition` has two, whose sum modulo `num_symbols` is the answer.
     """
 
     name: str
@@ -127,16 +134,27 @@ class SyntheticTask:
             object.__setattr__(self, "length", 2)
 
     def answer(self, symbols: Sequence[int]) -> list[int]:
-        """Return what must follow the prompt `symbols`."""
+        """Return the correct answer to the prompt `symbols`."""
         if self.name == "modular_addition":
             total = sum(symbol - self.FIRST_SYMBOL for symbol in symbols)
             return [total % self.num_symbols + self.FIRST_SYMBOL]
         return list(symbols if self.name == "copy" else reversed(symbols))
 
+    @property
+    def num_prompts(self) -> int:
+        """How many distinct prompts there are."""
+        return self.num_symbols**self.length
+
     def draw_prompts(self, count: int, *, seed: int) -> list[tuple[int, ...]]:
-        """Draw `count` different prompts."""
+        """Draw `count` distinct prompts; ValueError if there are fewer."""
+        count, seed = check_sizes(0, count=count, seed=seed)
+        if count > self.num_prompts:
+            raise ValueError(
+                f"count={count} is more than the {self.num_prompts} prompts of length={self.length}"
+                f" that num_symbols={self.num_symbols} allow"
+            )
         rng = np.random.default_rng(seed)
-        prompts: dict[tuple[int, ...], None] = {}  # keeps the order and drops what was drawn before
+        prompts: dict[tuple[int, ...], None] = {}  # keeps the order and drops repetitions
         while len(prompts) < count:
             draws = rng.integers(self.num_symbols, size=(count, self.length)) + self.FIRST_SYMBOL
             prompts.update(dict.fromkeys(map(tuple, draws.tolist())))
@@ -144,11 +162,11 @@ class SyntheticTask:
 
 # %% ../../nbs/02e_data.ipynb #b0479d81
 class SyntheticDataModule(BaseDataModule):
-    """Tasks with a known answer, so that learning can be asserted; `task` names a `SyntheticTask`.
+    """A `SyntheticTask`, named by `task`, whose answers are known, so that learning can be tested.
 
-    A row is a prompt of symbols, the separator 1, and the answer; only the answer is a target, and
-    0 pads. No prompt occurs twice, so training and validation are disjoint; where there are fewer
-    than `num_examples` prompts, all are taken.
+    A row is a prompt of symbols, the separator 1 and the answer, padded with 0; only the answer is
+    a target. No prompt occurs twice, so training and validation are disjoint; if there are fewer
+    than `num_examples` prompts, all of them are used.
     """
 
     PAD = 0
@@ -171,12 +189,13 @@ class SyntheticDataModule(BaseDataModule):
         check_sizes(2, num_examples=num_examples)
         check_sizes(batch_size=batch_size)
         check_sizes(0, num_workers=num_workers, seed=seed)
-        self.num_examples = min(num_examples, num_symbols**self.rule.length)
+        check_numbers("(0, 1)", val_fraction=val_fraction)
+        self.num_examples = min(num_examples, self.rule.num_prompts)
         self.num_val = round(self.num_examples * val_fraction)
         if not 0 < self.num_val < self.num_examples:
             raise ValueError(
                 f"val_fraction={val_fraction} of {self.num_examples} examples leaves one split"
-                " empty: hold out some, not all"
+                " empty: hold out at least one example, but not all"
             )
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -209,17 +228,20 @@ class SyntheticDataModule(BaseDataModule):
 # %% ../../nbs/02e_data.ipynb #a05c295b
 @dataclass(frozen=True, kw_only=True)
 class TextRecipe:
-    """Which text to train on, how it is cleaned and split, and how large the vocabulary is.
+    """Which text to train on, how it is cleaned and split, and which tokenizer encodes it.
 
-    `corpus`, `files`, `datasets` and `text_field` are as in `load_corpus`, and `clean` lists steps
-    of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains one on the text, or the folder or file
-    of one that is used again.
+    `corpus`, `files`, `datasets`, `text_field` and `stories` are arguments of `load_corpus`, and
+    `clean` lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of
+    `vocab_size` on the text, "characters", which has an entry for each character of the text, or
+    the folder or file of an existing tokenizer. ValueError for lists
+    that are strings, and for a `val_fraction` or a `vocab_size` out of range.
     """
 
     corpus: str = "python-docs"
     files: Sequence[str] = ()
     datasets: Sequence[str] = ()
     text_field: str = "text"
+    stories: Mapping[str, Any] | None = None
     clean: Sequence[str] = ()
     tokenizer: str = "bpe"
     vocab_size: int = 4096
@@ -228,6 +250,9 @@ class TextRecipe:
 
     def __post_init__(self) -> None:
         check_lists(files=self.files, datasets=self.datasets, clean=self.clean)
+        check_numbers("(0, 1)", val_fraction=self.val_fraction)
+        if self.tokenizer == "bpe":
+            room_for_merges(self.vocab_size, SPECIAL_TOKENS)
 
     def read(self, num_proc: int = 1) -> tuple[Corpus, CleaningReport]:
         """Load and clean the corpus."""
@@ -236,43 +261,54 @@ class TextRecipe:
             files=self.files,
             datasets=self.datasets,
             field=self.text_field,
+            stories=self.stories,
             num_proc=num_proc,
         )
         return clean_corpus(corpus, list(self.clean))
 
-    def given_tokenizer(self) -> BPETokenizer | None:
-        """Load the tokenizer that is used again, or return None where one is to be trained.
+    def given_tokenizer(self) -> BaseTokenizer | None:
+        """Load the existing tokenizer, or return None if one is to be made from the text.
 
-        ValueError where there is none.
+        ValueError if the path doesn't exist or doesn't hold a tokenizer.
         """
-        if self.tokenizer == "bpe":
+        if self.tokenizer in ("bpe", "characters"):
             return None
         path = Path(self.tokenizer).expanduser()
         if not path.exists():
             raise ValueError(
-                f"tokenizer={self.tokenizer!r} is no folder and no file: name one that holds a"
-                f" {BPETokenizer.FILE_NAME}, or bpe, which trains one on the text"
+                f"tokenizer={self.tokenizer!r} is neither a folder nor a file: name a folder with a"
+                f" {BaseTokenizer.FILE_NAME}, or bpe or characters, which make a tokenizer from the"
+                " text"
             )
-        if path.is_dir():
-            return BPETokenizer.load(path)
-        return BPETokenizer.from_json(path.read_text(encoding="utf-8"))
+        return load_tokenizer(path)
+
+    def make_tokenizer(self, documents: Sequence[str]) -> BaseTokenizer:
+        """Make a tokenizer from the training documents."""
+        if self.tokenizer == "characters":
+            characters = sorted(set().union(*documents))
+            names = SPECIAL_TOKENS[1:]  # <PAD> it has by itself
+            return SimpleCharacterTokenizer.from_text("".join(characters), special_tokens=names)
+        return BPETokenizer.train(documents, vocab_size=self.vocab_size)
 
     def made_of(self, corpus: Corpus) -> dict[str, Any]:
-        """Return what decides the ids that are prepared from the cleaned `corpus`."""
+        """Return what determines the ids that are prepared from the cleaned `corpus`."""
+        by_character = self.tokenizer == "characters"
         return {
             "corpus_sha256": corpus.sha256,
-            "vocab_size_asked": self.vocab_size,
+            "vocab_size_asked": "characters" if by_character else self.vocab_size,
             "val_fraction": self.val_fraction,
             "seed": self.seed,
         }
 
     def split(self, corpus: Corpus) -> tuple[list[str], list[str]]:
-        """Split the documents into training and validation."""
+        """Split the documents into training and validation documents."""
+        if self.corpus == "stories" and not (self.files or self.datasets):
+            return split_stories(corpus.documents, val_fraction=self.val_fraction)
         return split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
 
 # %% ../../nbs/02e_data.ipynb #16791dee
-def _describe(tokenizer: BPETokenizer, headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What `info.json` says of the tokenizer and of the token file of each split."""
+def _describe(tokenizer: BaseTokenizer, headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `info.json` records about the tokenizer and about each split's token file."""
     info: dict[str, Any] = {
         "tokenizer_sha256": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
@@ -284,10 +320,10 @@ def _describe(tokenizer: BPETokenizer, headers: dict[str, dict[str, Any]]) -> di
 
 # %% ../../nbs/02e_data.ipynb #100ad508
 class PreparedText:
-    """The files in `folder` that a text is prepared into, which are valid only together.
+    """The files in `folder` that hold a prepared text; they are valid only together.
 
     They are `tokenizer.json`, `data/train.tokens`, `data/val.tokens` and, written last,
-    `data/info.json`, which says what the others were made of.
+    `data/info.json`, which records what the others were made from.
     """
 
     SPLITS = ("train", "val")
@@ -297,61 +333,64 @@ class PreparedText:
         self.info_path = self.folder / "data" / "info.json"
 
     def read_info(self) -> dict[str, Any]:
-        """Read `info.json`; FileNotFoundError where nothing is prepared."""
+        """Read `info.json`; FileNotFoundError if nothing is prepared."""
         if not self.info_path.is_file():
             raise FileNotFoundError(f"{self.info_path} is missing: call prepare_data() first")
         return json.loads(self.info_path.read_text(encoding="utf-8"))
 
-    def read_tokenizer(self) -> BPETokenizer:
-        """Load the tokenizer."""
-        return BPETokenizer.load(self.folder)
+    def read_tokenizer(self) -> BaseTokenizer:
+        """Load the tokenizer, of whichever class it is."""
+        return load_tokenizer(self.folder)
 
     def has_tokenizer(self, sha256: str | None) -> bool:
         """Whether the tokenizer with this hash is there."""
-        exists = (self.folder / BPETokenizer.FILE_NAME).is_file()
+        exists = (self.folder / BaseTokenizer.FILE_NAME).is_file()
         return bool(sha256) and exists and self.read_tokenizer().sha256 == sha256
 
-    def open_tokens(self, split: str, tokenizer: BPETokenizer) -> TokenFile:
+    def open_tokens(self, split: str, tokenizer: BaseTokenizer) -> TokenFile:
         """Open the token file of a split."""
         return TokenFile(self.info_path.with_name(f"{split}.tokens"), tokenizer)
 
     def is_made_of(self, made_of: dict[str, Any]) -> bool:
-        """Whether all files are there, whole, and made of the same text and settings."""
+        """Whether all files exist, are intact, and were made from this text and these settings."""
         try:
             info = self.read_info()
             tokenizer = self.read_tokenizer()
             files = {split: self.open_tokens(split, tokenizer) for split in self.SPLITS}
-            whole = {split: file.header for split, file in files.items() if file.is_intact()}
+            intact = {split: file.header for split, file in files.items() if file.is_intact()}
         except (OSError, ValueError, RecursionError):
             return False
-        hashes = {split: header["sha256"] for split, header in whole.items()}
+        hashes = {split: header["sha256"] for split, header in intact.items()}
         wanted = made_of | {"tokens_sha256": hashes}
         return isinstance(info, dict) and wanted.items() <= info.items()
 
     def replace(
-        self, tokenizer: BPETokenizer, info: dict[str, Any], write: Callable[[Path, str], TokenFile]
+        self,
+        tokenizer: BaseTokenizer,
+        info: dict[str, Any],
+        write: Callable[[Path, str], TokenFile],
     ) -> None:
-        """Write all files beside their final place, then move them there, `info.json` last.
+        """Write all files to a temporary folder, then move them into place, `info.json` last.
 
         `write(path, split)` writes the token file of a split.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        # a folder of its own, in case another process does the same
+        # a new folder for each call, in case another process does the same
         with tempfile.TemporaryDirectory(
             prefix=".data-", dir=self.folder, ignore_cleanup_errors=True
         ) as name:
-            workshop = Path(name)
-            files = {split: write(workshop / f"{split}.tokens", split) for split in self.SPLITS}
+            staging = Path(name)
+            files = {split: write(staging / f"{split}.tokens", split) for split in self.SPLITS}
             headers = {split: file.header for split, file in files.items()}
-            tokenizer.save(workshop)
+            tokenizer.save(staging)
             info = info | _describe(tokenizer, headers)
-            write_text(workshop / "info.json", json.dumps(info, indent=2))
+            write_text(staging / "info.json", json.dumps(info, indent=2))
             self.info_path.parent.mkdir(exist_ok=True)
             # from here on nothing is prepared, until the new info.json is in place
             self.info_path.unlink(missing_ok=True)
-            (workshop / tokenizer.FILE_NAME).replace(self.folder / tokenizer.FILE_NAME)
+            (staging / tokenizer.FILE_NAME).replace(self.folder / tokenizer.FILE_NAME)
             for file_name in ("train.tokens", "val.tokens", "info.json"):
-                (workshop / file_name).replace(self.info_path.with_name(file_name))
+                (staging / file_name).replace(self.info_path.with_name(file_name))
 
 # %% ../../nbs/02e_data.ipynb #67a978ae
 def prepare_text(
@@ -364,22 +403,22 @@ def prepare_text(
     num_proc: int = 1,
     progress: bool = False,
 ) -> None:
-    """Read, clean, split and tokenize a text into files, unless they are there already.
+    """Read, clean, split and tokenize a text into files, unless they exist already.
 
-    ValueError, before anything is written, where the data differs from the fingerprint `expected`;
-    `batching` is the part of the fingerprint that has nothing to do with the text. `check` may
-    refuse the tokens of a split, which leaves the former files as they were.
+    ValueError, before anything is written, if the data differs from the fingerprint `expected`;
+    `batching` is the part of the fingerprint that doesn't depend on the text. `check` may refuse
+    the tokens of a split, which leaves the previous files unchanged.
     """
     sha256 = expected.get("tokenizer_sha256")
-    if prepared.has_tokenizer(sha256):  # a run keeps its tokens
-        tokenizer: BPETokenizer | None = prepared.read_tokenizer()
+    if prepared.has_tokenizer(sha256):  # a resumed run keeps its tokenizer
+        tokenizer: BaseTokenizer | None = prepared.read_tokenizer()
     else:
         tokenizer = recipe.given_tokenizer()
     corpus, report = recipe.read(num_proc)
     made_of = recipe.made_of(corpus)
     if tokenizer is not None:
         made_of["tokenizer_sha256"] = tokenizer.sha256
-    # a tokenizer that is trained is compared below, once it is there
+    # a tokenizer that has yet to be made is compared below
     actual = {"tokenizer_sha256": sha256} | made_of | batching
     check_same_data(expected, actual)
 
@@ -388,7 +427,7 @@ def prepare_text(
     if tokenizer is None and is_prepared:
         tokenizer = prepared.read_tokenizer()
     elif tokenizer is None:
-        tokenizer = BPETokenizer.train(documents["train"], vocab_size=recipe.vocab_size)
+        tokenizer = recipe.make_tokenizer(documents["train"])
     check_same_data(expected, actual | {"tokenizer_sha256": tokenizer.sha256})
     if is_prepared:
         return
@@ -405,9 +444,9 @@ def prepare_text(
 
 # %% ../../nbs/02e_data.ipynb #1d05b8a4
 class TokenDataModule(BaseDataModule):
-    """Batches from the token files that lie prepared in `folder`.
+    """Batches from the token files that were prepared in `folder`.
 
-    Batches are `{"input_ids": (B, T), "labels": (B, T)}`, with `separate_documents` also
+    A batch is `{"input_ids": (B, T), "labels": (B, T)}`, with `separate_documents` also
     `document_ids` (B, T). `num_workers` processes load them, with the same result for any number.
     """
 
@@ -444,7 +483,7 @@ class TokenDataModule(BaseDataModule):
         self.val_dataset = self.windows(val, separator_id)
 
     def windows(self, tokens: TokenFile, separator_id: int | None = None) -> PackedDataset:
-        """Cut the tokens of a split into windows; ValueError names the split that is too short."""
+        """Cut the tokens of a split into windows; ValueError names a split that is too short."""
         try:
             return PackedDataset(tokens, self.sequence_length, separator_id=separator_id)
         except ValueError as error:
@@ -452,11 +491,17 @@ class TokenDataModule(BaseDataModule):
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes per token of the validation text: turns nats per token into bits per byte."""
-        return self.info["bytes"]["val"] / self.info["tokens"]["val"]
+        """UTF-8 bytes per token of the validation text, which convert nats to bits per byte."""
+        info = self._info_after_setup()
+        return info["bytes"]["val"] / info["tokens"]["val"]
+
+    def _info_after_setup(self) -> dict[str, Any]:
+        if not self.info:
+            raise ValueError("the prepared text has not been opened yet: call setup() first")
+        return self.info
 
     def batching(self) -> dict[str, Any]:
-        """Return the settings that decide how ids become batches."""
+        """Return the settings that determine how ids are grouped into batches."""
         return {
             "sequence_length": self.sequence_length,
             "batch_size": self.batch_size,
@@ -465,16 +510,17 @@ class TokenDataModule(BaseDataModule):
 
     def fingerprint(self) -> dict[str, Any]:
         same = ("corpus_sha256", "vocab_size_asked", "val_fraction", "seed", "tokenizer_sha256")
-        return {name: self.info[name] for name in same} | self.batching()
+        info = self._info_after_setup()
+        return {name: info[name] for name in same} | self.batching()
 
 # %% ../../nbs/02e_data.ipynb #0142b837
 class TextDataModule(TokenDataModule):
-    """Text to batches: corpus, cleaning, split by document, tokenizer, token files, loaders.
+    """From text to batches: corpus, cleaning, split by document, tokenizer, token files, loaders.
 
-    `prepare_data` leaves the files of `PreparedText` in `folder`; the tokenizer is trained on the
-    training split only. Whole files made from the same corpus and settings are used again, others
-    are replaced. `num_proc` processes read and tokenize, with the same result for any number. The
-    other settings are those of `TextRecipe` and `TokenDataModule`.
+    `prepare_data` writes the files of `PreparedText` to `folder`; the tokenizer is trained on the
+    training split only. Intact files that were made from the same corpus and settings are used
+    again, others are replaced. `num_proc` processes read and tokenize, with the same result for any
+    number. The other arguments belong to `TextRecipe` and `TokenDataModule`.
     """
 
     def __init__(
@@ -485,6 +531,7 @@ class TextDataModule(TokenDataModule):
         files: Sequence[str] = (),
         datasets: Sequence[str] = (),
         text_field: str = "text",
+        stories: Mapping[str, Any] | None = None,
         clean: Sequence[str] = (),
         tokenizer: str = "bpe",
         vocab_size: int = 4096,
@@ -511,6 +558,7 @@ class TextDataModule(TokenDataModule):
             files=files,
             datasets=datasets,
             text_field=text_field,
+            stories=stories,
             clean=clean,
             tokenizer=tokenizer,
             vocab_size=vocab_size,

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from ..checks import check_lists, check_sizes
 from ..files import replacing
 from .tokenization import BaseTokenizer
 
@@ -37,10 +38,12 @@ def _encode_in_worker(document: str) -> list[int]:
 def encode_documents(
     documents: Sequence[str], tokenizer: BaseTokenizer, num_proc: int = 1
 ) -> Iterator[list[int]]:
-    """Yield the ids of each document, in order, for any number of processes.
+    """Yield the ids of each document in order, encoded in `num_proc` processes.
 
-    Names of special tokens in a document are ordinary text.
+    Names of special tokens in a document are encoded as ordinary text. ValueError for a `num_proc`
+    below 1.
     """
+    check_sizes(num_proc=num_proc)
     if num_proc == 1:
         yield from (tokenizer.encode(document, allow_special=False) for document in documents)
         return
@@ -56,7 +59,7 @@ _BYTES_PER_ID = {"<u2": 2, "<u4": 4}
 
 
 def _parse_header(data: bytes) -> dict[str, Any] | None:
-    """Parse the first bytes of a token file; None where they are no header of ours."""
+    """Parse the first bytes of a token file; None if they are not its header."""
     try:
         header = json.loads(data)
         known = header["format"] == TOKEN_FORMAT and header["dtype"] in _BYTES_PER_ID
@@ -68,19 +71,20 @@ def _parse_header(data: bytes) -> dict[str, Any] | None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read the header of a token file; ValueError where the file is another kind, or not whole."""
+    """Read the header of a token file; ValueError for another kind of file, or a truncated one."""
     with open(path, "rb") as file:
         first = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
     header = _parse_header(first)
     if header is None:
         raise ValueError(
-            f"{path} is no token file: it has no header of {TOKEN_FORMAT!r}; prepare the data again"
+            f"{path} is not a token file: it lacks the header {TOKEN_FORMAT!r}; prepare the data"
+            " again"
         )
     wanted = HEADER_BYTES + header["num_tokens"] * _BYTES_PER_ID[header["dtype"]]
     if size != wanted or header["num_tokens"] < 1:
         raise ValueError(
-            f"{path} has {size} bytes, its header says {wanted}: it is not whole; prepare the data"
+            f"{path} has {size} bytes, its header says {wanted}: it is damaged; prepare the data"
             " again"
         )
     return header
@@ -89,7 +93,7 @@ def read_header(path: Path) -> dict[str, Any]:
 def _write_ids(
     file: IO[bytes], encoded: Iterable[Sequence[int]], separator_id: int, dtype: np.dtype
 ) -> tuple[int, str]:
-    """Write the ids of each document and a separator; return how many ids, and their SHA-256."""
+    """Write the ids of each document and a separator; return their number and their SHA-256."""
     num_tokens = 0
     digest = hashlib.sha256()
     for ids in encoded:
@@ -103,13 +107,12 @@ def _write_ids(
 class TokenFile:
     """Token ids in a memory-mapped file: the documents in order, each followed by a separator.
 
-    The first 4096 bytes are JSON, padded with spaces; the ids follow, little-endian, two bytes each
-    where the vocabulary fits and else four. `len(tokens)` is their number and `tokens[...]` indexes
-    like a NumPy array. ValueError where the file was cut, is no token file, or was written with
-    another tokenizer than `tokenizer`.
+    The first 4096 bytes are JSON, padded with spaces; the ids follow, little-endian, in two bytes
+    each if the vocabulary fits into them, else in four. `len(tokens)` is their number, and
+    `tokens[...]` indexes like a NumPy array. ValueError if the file is truncated, is not a token
+    file, or was written with a tokenizer other than `tokenizer`.
     """
 
-    FORMAT = TOKEN_FORMAT
     HEADER_BYTES = HEADER_BYTES
 
     def __init__(self, path: str | Path, tokenizer: BaseTokenizer | None = None):
@@ -118,8 +121,8 @@ class TokenFile:
         if tokenizer is not None and tokenizer.sha256 != self.header["tokenizer_sha256"]:
             raise ValueError(
                 f"{path} was written with the tokenizer {self.header['tokenizer_sha256'][:12]}, not"
-                f" {tokenizer.sha256[:12]}, so its ids mean other text. Prepare the data again, or"
-                " load its own tokenizer"
+                f" {tokenizer.sha256[:12]}, so its ids encode other text. Prepare the data again,"
+                " or load its own tokenizer"
             )
         self._ids = np.memmap(
             self.path, dtype=self.header["dtype"], mode="r", offset=self.HEADER_BYTES
@@ -135,15 +138,18 @@ class TokenFile:
         num_proc: int = 1,
         progress: bool = False,
     ) -> "TokenFile":
-        """Encode `documents` in `num_proc` processes and write their ids, all or nothing.
+        """Encode `documents` in `num_proc` processes and write their ids, all of them or nothing.
 
-        Names of special tokens in a document are ordinary text. ValueError where the tokenizer has
-        no end-of-text token.
+        Names of special tokens in a document are encoded as ordinary text. ValueError if there is
+        no document, or if the tokenizer has no end-of-text token.
         """
+        check_lists(documents=documents)
+        if not documents:
+            raise ValueError("documents is empty: a token file needs at least one")
         separator_id = tokenizer.eos_token_id
         if separator_id is None:
             raise ValueError(
-                f"{tokenizer} has no end-of-text token to put between documents: train it with"
+                f"{tokenizer} has no end-of-text token to put after each document: train it with"
                 " '<|eos|>'"
             )
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
@@ -154,7 +160,7 @@ class TokenFile:
             file.write(b" " * cls.HEADER_BYTES)
             num_tokens, sha256 = _write_ids(file, bar, separator_id, dtype)
             header = {
-                "format": cls.FORMAT,
+                "format": TOKEN_FORMAT,
                 "dtype": dtype.str,
                 "num_tokens": num_tokens,
                 "num_documents": len(documents),
@@ -168,7 +174,7 @@ class TokenFile:
         return cls(path, tokenizer)
 
     def is_intact(self) -> bool:
-        """Whether the ids are those that were written; reads the whole file."""
+        """Whether the ids are still the ones that were written; this reads the whole file."""
         with open(self.path, "rb") as file:
             file.seek(self.HEADER_BYTES)
             return hashlib.file_digest(file, "sha256").hexdigest() == self.header["sha256"]

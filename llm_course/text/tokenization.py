@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'CHAT_TOKENS', 'SpecialTokenSplitter', 'settled_parts', 'SavedAsJSON', 'chatml', 'check_ids',
-           'BaseTokenizer', 'SimpleCharacterTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer']
+           'BaseTokenizer', 'SimpleCharacterTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer',
+           'load_tokenizer']
 
 # %% ../../nbs/01b_tokenization.ipynb #8471d679
 import hashlib
@@ -22,6 +23,7 @@ from typing import Any, Self
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ..checks import check_sizes
 from ..files import write_text
 from llm_course.text.bpe import (
     BYTE_CHARACTERS,
@@ -39,7 +41,7 @@ from llm_course.text.bpe import (
 
 # %% ../../nbs/01b_tokenization.ipynb #53afd572
 def _valid(text: str) -> str:
-    """Return `text`; ValueError where it is not a str, or not valid Unicode."""
+    """Return `text`; ValueError unless it is a str of valid Unicode."""
     if not isinstance(text, str):
         raise ValueError(
             f"text must be a str, not {type(text).__name__}: decode bytes first, or use"
@@ -64,7 +66,7 @@ _UNK = ("<|unk|>", "<UNK>", "<unk>", "[UNK]")
 
 
 class SpecialTokenSplitter:
-    """Finds the names of special tokens in a text; where two fit, the longer one."""
+    """Find the names of special tokens in a text; where two match, the longer one counts."""
 
     def __init__(self, names: Iterable[str]):
         names = list(names)
@@ -72,11 +74,11 @@ class SpecialTokenSplitter:
         self.longest = max(map(len, names), default=1)
 
     def split(self, text: str) -> list[str]:
-        """Split `text` into ordinary text and names in turn; it begins and ends with ordinary."""
+        """Split `text` at the names: ordinary text, name, ordinary text and so on, in turn."""
         return self._pattern.split(text)
 
     def end_of_last(self, text: str, before: int) -> int:
-        """Return where the last name that begins before `before` ends; 0 where there is none."""
+        """Return the end of the last name that begins before `before`, or 0 if there is none."""
         names = self._pattern.finditer(text)
         return max((name.end() for name in names if name.start() < before), default=0)
 
@@ -85,9 +87,9 @@ _NO_NAMES = SpecialTokenSplitter(())
 
 # %% ../../nbs/01b_tokenization.ipynb #9859a73d
 def _settled(pieces: Sequence[str]) -> int:
-    """Count the leading characters whose pieces no following text can change."""
+    """Count the leading characters whose pieces no further text can change."""
     settled = list(pieces[:-2])  # "'" and "l" at the end can still become "'ll"
-    # how white space is cut depends on what follows
+    # how whitespace is cut depends on what follows it
     while settled and settled[-1][-1].isspace():
         settled.pop()
     return sum(map(len, settled))
@@ -98,15 +100,15 @@ def settled_parts(
     pieces_of: Callable[[str], Sequence[str]],
     special: SpecialTokenSplitter,
 ) -> Iterator[str]:
-    """Join the chunks and yield parts that give the same ids encoded alone as encoded together.
+    """Join the chunks, and yield parts that can be encoded one by one with the ids of the whole.
 
-    The end of what has arrived is held back until it is clear how its text goes on.
+    The end of the text so far is held back until it is clear how it continues.
     """
     held = ""
     enough = 0
     for chunk in chunks:
         held += _valid(chunk)
-        # cutting a long piece again for every chunk would take quadratic time
+        # cutting a long piece again for each chunk would take quadratic time
         if len(held) < enough:
             continue
         # a name that begins after `end` may be unfinished
@@ -120,7 +122,7 @@ def settled_parts(
 
 # %% ../../nbs/01b_tokenization.ipynb #ef84bd98
 class SavedAsJSON(ABC):
-    """An object whose JSON says all of it: it is saved, loaded, compared and pickled as JSON.
+    """An object that is saved, loaded, compared and pickled as JSON, which describes all of it.
 
     A subclass defines `to_json` and `from_json`.
     """
@@ -129,15 +131,15 @@ class SavedAsJSON(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """Return the whole object as JSON, which is what `save` writes."""
+        """Return the whole object as JSON, in the form that `save` writes."""
 
     @classmethod
     @abstractmethod
     def from_json(cls, text: str) -> Self:
-        """Return the object that `to_json` described; ValueError for any other text."""
+        """Rebuild the object from the JSON of `to_json`; ValueError for any other text."""
 
     def save(self, folder: str | Path) -> Path:
-        """Write FILE_NAME into `folder` (made if missing), all or nothing, and return its path."""
+        """Write FILE_NAME into `folder`, which is created if missing, and return its path."""
         path = Path(folder) / self.FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, self.to_json())
@@ -145,8 +147,12 @@ class SavedAsJSON(ABC):
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read FILE_NAME in `folder`; FileNotFoundError or ValueError where it cannot be."""
-        path = Path(folder) / cls.FILE_NAME
+        """Load from FILE_NAME in `folder`, or from the path of the file itself.
+
+        FileNotFoundError if there is none; ValueError if it doesn't hold such an object.
+        """
+        path = Path(folder)
+        path = path if path.is_file() else path / cls.FILE_NAME
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except (ValueError, TypeError, RecursionError) as error:
@@ -154,7 +160,7 @@ class SavedAsJSON(ABC):
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of the JSON: equal for equal objects only."""
+        """The SHA-256 of the JSON: the same for equal objects, and only for those."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -167,17 +173,20 @@ class SavedAsJSON(ABC):
 def chatml(
     messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool = False
 ) -> Iterator[tuple[str, bool]]:
-    """Lay a conversation out in ChatML: yield each text, and whether names in it are tokens.
+    """Lay out a conversation in ChatML: yield its texts, each with whether names in it are tokens.
 
-    Each message has a `role` and a `content`; a ValueError shows the first that lacks one. With
-    `add_generation_prompt` the assistant's turn is opened at the end.
+    Each message has a `role` and a `content`; ValueError shows the first message that lacks one.
+    With `add_generation_prompt` the assistant's turn is opened at the end.
     """
     start, end = CHAT_TOKENS
     for message in messages:
-        role = message.get("role")
-        content = message.get("content")
+        is_mapping = isinstance(message, Mapping)
+        role = message.get("role") if is_mapping else None
+        content = message.get("content") if is_mapping else None
         if not (isinstance(role, str) and isinstance(content, str)):
-            raise ValueError(f"the message {message!r} must have a role and a content, both text")
+            raise ValueError(
+                f"the message {message!r} must have a role and a content, both strings"
+            )
         yield start, True
         yield f"{role}\n{content}", False
         yield end, True
@@ -188,7 +197,7 @@ def chatml(
 
 # %% ../../nbs/01b_tokenization.ipynb #de782384
 def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
-    """Return `ids` as a list of ints; ValueError names the first one outside the vocabulary."""
+    """Return `ids` as a list of ints; ValueError names the first id outside the vocabulary."""
     try:
         checked = list(map(operator.index, ids))
     except TypeError as error:
@@ -200,11 +209,11 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 # %% ../../nbs/01b_tokenization.ipynb #3c63b4f2
 class BaseTokenizer(SavedAsJSON):
-    """What every tokenizer of the course does; a subclass says how ordinary text becomes ids.
+    """What all tokenizers of the course share; a subclass defines how ordinary text is encoded.
 
-    Ids run from 0 to `vocab_size` - 1. `special_tokens` maps names to ids. Those with a role are
-    also `pad_token_id`, `bos_token_id`, `eos_token_id` and `unk_token_id`, or None where the
-    tokenizer has none.
+    Ids run from 0 to `vocab_size` - 1. `special_tokens` maps names to ids. The ids of those with a
+    role are `pad_token_id`, `bos_token_id`, `eos_token_id` and `unk_token_id`, each None where the
+    tokenizer has no such token.
     """
 
     FILE_NAME = "tokenizer.json"
@@ -232,18 +241,18 @@ class BaseTokenizer(SavedAsJSON):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, with special tokens by their names.
+        """Return the text of `ids`, in which special tokens appear by name.
 
         Bytes that are not valid UTF-8 become U+FFFD. `ids` is a list, an array or a tensor of whole
         numbers. ValueError names the first id that is outside the vocabulary.
         """
 
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
-        """Return the token ids of `text`; nothing is added.
+        """Return the token ids of `text`; no tokens are added to them.
 
         The name of a special token in `text` becomes its id, and the text on either side of it is
-        encoded separately. With `allow_special=False` the name is text like any other: use that for
-        documents that you did not write. ValueError where `text` is not a str, or not valid Unicode
+        encoded separately. With `allow_special=False` the name is ordinary text: use that for
+        documents that you did not write. ValueError if `text` is not a str, or not valid Unicode
         (a lone surrogate).
         """
         special = self._names if allow_special else _NO_NAMES
@@ -255,10 +264,11 @@ class BaseTokenizer(SavedAsJSON):
     def encode_iterable(
         self, chunks: Iterable[str], *, allow_special: bool = True
     ) -> Iterator[int]:
-        """Yield the token ids of the chunks' joined text: a file of any size in little memory.
+        """Yield the token ids of the joined chunks: a file of any size takes little memory.
 
-        The ids are those of `encode("".join(chunks))` wherever the chunks are cut. (A loaded
-        pattern must not look far ahead, as one does that groups digits from the right.)
+        The ids are the same as those of `encode("".join(chunks))`, wherever the chunks are cut. (A
+        pattern from a loaded file must not look far ahead, as a pattern that groups digits from
+        the right does.)
         """
         special = self._names if allow_special else _NO_NAMES
         parts = settled_parts(chunks, self._pieces, special)
@@ -270,15 +280,15 @@ class BaseTokenizer(SavedAsJSON):
     ) -> list[int]:
         """Return the ids of a conversation in the ChatML layout.
 
-        Each message has a `role` and a `content`. What the messages say is encoded as ordinary
-        text, so nobody can end their own turn and speak in another's name. With
-        `add_generation_prompt` the assistant's turn is opened. ValueError where the tokenizer lacks
-        `CHAT_TOKENS`.
+        Each message has a `role` and a `content`, which are encoded as ordinary text, so that
+        nobody can end their own turn and speak in another's name. With `add_generation_prompt` the
+        assistant's turn is opened at the end. ValueError if the tokenizer lacks `CHAT_TOKENS`, or
+        a message its role or content.
         """
         if missing := [token for token in CHAT_TOKENS if token not in self.special_tokens]:
             raise ValueError(
-                f"no special token {missing[0]!r}: train with special_tokens=[*SPECIAL_TOKENS,"
-                " *CHAT_TOKENS]"
+                f"the tokenizer has no special token {missing[0]!r}: train one with"
+                " special_tokens=[*SPECIAL_TOKENS, *CHAT_TOKENS]"
             )
         parts = chatml(messages, add_generation_prompt=add_generation_prompt)
         return [i for text, special in parts for i in self.encode(text, allow_special=special)]
@@ -288,20 +298,26 @@ class BaseTokenizer(SavedAsJSON):
 
 # %% ../../nbs/01b_tokenization.ipynb #69759333
 class SimpleCharacterTokenizer(BaseTokenizer):
-    """One entry for each character.
+    """One token for each character of a vocabulary.
 
-    `<PAD>` is 0, and `<UNK>` is 1, the id of every character that is not in the vocabulary.
+    `<PAD>` has id 0. `<UNK>` has id 1, which every character outside the vocabulary gets.
+    `special_tokens` come next, then the characters. ValueError for a name that is there twice.
     """
 
-    def __init__(self, characters: Iterable[str]):
-        self._entries = ["<PAD>", "<UNK>", *sorted(set("".join(characters)))]
-        self._ids = {character: i for i, character in enumerate(self._entries) if i > 1}
-        super().__init__(len(self._entries), {"<PAD>": 0, "<UNK>": 1})
+    def __init__(self, characters: Iterable[str], *, special_tokens: Iterable[str] = ()):
+        names = ["<PAD>", "<UNK>", *special_tokens]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(
+                f"special token {twice[0]!r} is there twice: <PAD> and <UNK> always are"
+            )
+        self._entries = [*names, *sorted(set("".join(characters)))]
+        self._ids = {entry: i for i, entry in enumerate(self._entries) if i >= len(names)}
+        super().__init__(len(self._entries), {name: i for i, name in enumerate(names)})
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Make a vocabulary of the characters of `text`, sorted by code point."""
-        return cls(_valid(text))
+    def from_text(cls, text: str, *, special_tokens: Iterable[str] = ()) -> Self:
+        """Build the vocabulary from the characters of `text`, sorted by code point."""
+        return cls(_valid(text), special_tokens=special_tokens)
 
     def unknown_characters(self, text: str) -> Counter[str]:
         """Count the characters of `text` that become `<UNK>`."""
@@ -317,21 +333,27 @@ class SimpleCharacterTokenizer(BaseTokenizer):
         return "".join(map(self._entries.__getitem__, check_ids(ids, self.vocab_size)))
 
     def to_json(self) -> str:
-        return json.dumps({"type": type(self).__name__, "characters": "".join(self._ids)})
+        state: dict[str, Any] = {"type": type(self).__name__, "characters": "".join(self._ids)}
+        if further := list(self.special_tokens)[2:]:
+            state["special_tokens"] = further
+        return json.dumps(state)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         state = json.loads(text)
         known = isinstance(state, dict) and "characters" in state
         if not known or state.get("type") != cls.__name__:
-            raise ValueError("it was saved by another tokenizer")
-        return cls.from_text(state["characters"])
+            raise ValueError("it was saved by a tokenizer of another class")
+        further = state.get("special_tokens", [])
+        if not isinstance(further, list) or not all(isinstance(name, str) for name in further):
+            raise ValueError(f"special_tokens={further!r} must be a list of texts")
+        return cls.from_text(state["characters"], special_tokens=further)
 
 # %% ../../nbs/01b_tokenization.ipynb #4c94aebe
 class WordCache(dict[str, list[int]]):
-    """Words and their ids, as `encode` gives them: looked up where they are known.
+    """A cache of the ids that `encode` returns for each word.
 
-    It is emptied when it holds more than about `limit` bytes, so that a stream of ever new words,
+    It is emptied before it holds more than about `limit` bytes, so that a stream of ever new words,
     or of long ones, doesn't fill the memory.
     """
 
@@ -343,7 +365,7 @@ class WordCache(dict[str, list[int]]):
 
     def __missing__(self, word: str) -> list[int]:
         ids = self._encode(word)
-        size = 100 + sys.getsizeof(word) + sys.getsizeof(ids)  # 100: its place in the table
+        size = 100 + sys.getsizeof(word) + sys.getsizeof(ids)  # 100 for the dictionary's entry
         if self.num_bytes + size > self.limit:
             self.clear()
             self.num_bytes = 0
@@ -356,14 +378,19 @@ class WordCache(dict[str, list[int]]):
 class MergeTable:
     """The merges of a byte-level BPE and the token id of each symbol: words to ids, ids to bytes.
 
-    `ids` lists the token ids of all symbols: the 256 bytes in GPT-2's order, then what each merge
-    makes.
+    `ids` lists the token ids of all symbols: the 256 bytes in GPT-2's order, then the result of
+    each merge. ValueError if there are more ids or fewer, or if a merge joins unknown symbols.
     """
 
     def __init__(self, merges: Sequence[tuple[int, int]], ids: Sequence[int]):
         self.merges = list(merges)
         self.ids = list(ids)
         self.tokens = bytes_of_symbols(self.merges)  # the bytes of each symbol
+        if len(self.ids) != len(self.tokens):
+            raise ValueError(
+                f"{len(self.ids)} ids for {len(self.tokens)} symbols: expected one for each of 256"
+                f" bytes and {len(self.merges)} merges"
+            )
         self._merged = {pair: 256 + rank for rank, pair in enumerate(self.merges)}
         self.encode_word = WordCache(self._encode_word).__getitem__
 
@@ -372,9 +399,9 @@ class MergeTable:
         return [self.ids[symbol] for symbol in symbols]
 
     def bytes_of_ids(self, special_tokens: Mapping[str, int]) -> dict[int, bytes]:
-        """Map every id to its bytes, and those of special tokens to the bytes of their names.
+        """Map every id to its bytes; for a special token, those are the bytes of its name.
 
-        ValueError where the name of a special token is an ordinary token too, or the ids have gaps.
+        ValueError if a special token has the name of an ordinary token, or if the ids have gaps.
         """
         if clash := special_tokens.keys() & set(map(visible, self.tokens)):
             raise ValueError(
@@ -390,14 +417,14 @@ class MergeTable:
         return all_bytes
 
     def as_tokens(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """Return the vocabulary and the merges in visible characters, as `tokenizer.json` does."""
+        """Return vocabulary and merges in visible characters, as `tokenizer.json` stores them."""
         names = list(map(visible, self.tokens))
         merges = [(names[a], names[b]) for a, b in self.merges]
         return dict(zip(names, self.ids, strict=True)), merges
 
 # %% ../../nbs/01b_tokenization.ipynb #3cb95ab3
 def _byte_level(model: models.BPE, special_tokens: Iterable[str]) -> Tokenizer:
-    """Build a tokenizer of the library that cuts as GPT-2 does, and around `special_tokens`."""
+    """Build a tokenizer of the library that splits text as GPT-2 does, and at `special_tokens`."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -405,11 +432,18 @@ def _byte_level(model: models.BPE, special_tokens: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
+def _text_of(data: bytes) -> str:
+    """Decode UTF-8, with lone surrogates for invalid bytes; ValueError unless `data` is bytes."""
+    if not isinstance(data, bytes):
+        raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
+    return data.decode("utf-8", "surrogateescape")
+
+
 def _warn_if_too_small(found: int, vocab_size: int) -> None:
     if found < vocab_size:
         warnings.warn(
-            f"the text supports {found} entries, not vocab_size={vocab_size}: no pair is left to"
-            " merge",
+            f"the text supports {found} entries, not vocab_size={vocab_size}: no pair occurs often"
+            " enough to be merged",
             stacklevel=3,
         )
 
@@ -425,20 +459,20 @@ def _read_gpt2_files(vocab_json: str | Path, merges_txt: str | Path) -> _Tables:
 
 
 def _read_tables(state: Any) -> _Tables:
-    """Read the tables of a parsed `tokenizer.json`; ValueError where it holds none."""
+    """Read the tables of a parsed `tokenizer.json`; ValueError if it has none."""
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not {"vocab", "merges"} <= model.keys():
-        raise ValueError("it holds no BPE")
+        raise ValueError("it holds no BPE model")
     return merges_from_tokens(model["vocab"], model["merges"])
 
 # %% ../../nbs/01b_tokenization.ipynb #42c04bfd
 class ByteBPETokenizer(BaseTokenizer):
-    """Byte-level BPE in plain Python, with GPT-2's pattern: any bytes encode, and decode again.
+    """Byte-level BPE in plain Python with GPT-2's pattern; it encodes any bytes without loss.
 
-    Make one with `train`, `load` or `from_gpt2_files`. `merges` are pairs of symbols as in
-    `learn_merges`, and `ids` the token ids of all symbols: first of the 256 bytes, in GPT-2's
-    order, then of what each merge makes. Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019,
-    section 2.2 (bytes and the pattern).
+    Create one with `train`, `load` or `from_gpt2_files`. `merges` are pairs of symbols as in
+    `learn_merges`, and `ids` the token ids of all symbols: the 256 bytes, in GPT-2's order, then
+    the result of each merge. Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019, section 2.2
+    (bytes and the pattern).
     """
 
     def __init__(
@@ -465,10 +499,10 @@ class ByteBPETokenizer(BaseTokenizer):
     ) -> Self:
         """Learn merges from `texts`, which are read once, until there are `vocab_size` entries.
 
-        Learning ends early where no pair occurs `min_frequency` times; a warning then says how many
-        entries there are. The special tokens take the first ids, the 256 bytes the next. Nothing is
-        learned from the name of a special token in a text, or across it. `ties` is as in
-        `learn_merges`. ValueError where `vocab_size` has no room for bytes and special tokens.
+        Learning stops early once no pair occurs `min_frequency` times; a warning then says how many
+        entries there are. The special tokens get the first ids, the 256 bytes the next. The name of
+        a special token in a text is skipped, and no pair reaches across it. `ties` is the tie rule
+        of `learn_merges`. ValueError if `vocab_size` has no room for bytes and special tokens.
         """
         num_merges = room_for_merges(vocab_size, special_tokens)
         word_counts = count_words(between_special_tokens(texts, special_tokens))
@@ -488,9 +522,9 @@ class ByteBPETokenizer(BaseTokenizer):
     ) -> Self:
         """Read the two files in which GPT-2 and its relatives are published.
 
-        Entries that no merge makes are special tokens, such as `<|endoftext|>`; names in
-        `special_tokens` that the vocabulary lacks get the next ids. ValueError says which merge or
-        entry does not fit.
+        Entries that are neither bytes nor results of merges are special tokens, such as
+        `<|endoftext|>`; names in `special_tokens` that the vocabulary lacks get the next ids.
+        ValueError says which merge or entry is wrong.
         """
         merges, ids, special = _read_gpt2_files(vocab_json, merges_txt)
         for token in special_tokens or ():
@@ -504,11 +538,11 @@ class ByteBPETokenizer(BaseTokenizer):
         return list(chain.from_iterable(map(self._table.encode_word, GPT2_PATTERN.findall(text))))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Return the token ids of any bytes, valid UTF-8 or not; no name is a special token."""
-        return self._encode_ordinary(data.decode("utf-8", "surrogateescape"))
+        """Return the ids of any bytes, valid UTF-8 or not, all of them encoded as ordinary text."""
+        return self._encode_ordinary(_text_of(data))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids`; errors as in `decode`."""
+        """Return the bytes of `ids`; raises the errors of `decode`."""
         return b"".join(map(self._bytes.__getitem__, check_ids(ids, self.vocab_size)))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -539,8 +573,9 @@ def _learn_with_library(
     min_frequency: int,
     progress: bool,
 ) -> Tokenizer:
-    """Train a byte-level tokenizer of the library on what is between the special tokens."""
+    """Train a byte-level tokenizer of the library on the text between special tokens."""
     room_for_merges(vocab_size, special_tokens)
+    check_sizes(min_frequency=min_frequency)
     tokenizer = _byte_level(models.BPE(), ())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -555,7 +590,7 @@ def _learn_with_library(
 
 
 def _read_with_library(text: str) -> Tokenizer:
-    """Read a `tokenizer.json` of the library, without its padding and its limit of length."""
+    """Read a `tokenizer.json` of the library, without its settings for padding and truncation."""
     state = json.loads(text)
     plain = {
         "special": True,
@@ -566,32 +601,59 @@ def _read_with_library(text: str) -> Tokenizer:
     }
     try:
         for token in state["added_tokens"]:
-            token |= plain  # every added token is found by its exact name, and only by that
+            token |= plain  # an added token is found by its exact name only
         return Tokenizer.from_str(json.dumps(state | {"truncation": None, "padding": None}))
     except Exception as error:  # the library raises no finer class
-        raise ValueError(f"it is no tokenizer of the library: {error!r}") from None
+        raise ValueError(f"the library cannot read it: {error!r}") from None
+
+# %% ../../nbs/01b_tokenization.ipynb #5b1e4ac7
+def _byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether it is a BPE whose words are bytes in GPT-2's visible characters, there and back."""
+    parts = (tokenizer.pre_tokenizer, tokenizer.decoder)
+    if None in parts or not isinstance(tokenizer.model, models.BPE):
+        return False
+    probe = "a b€"
+    pieces = _byte_pieces(tokenizer, probe)
+    there = "".join(pieces) == visible(probe.encode())
+    return there and tokenizer.decoder.decode(pieces) == probe
+
+
+def _bytes_lost(vocab: Mapping[str, int]) -> frozenset[int]:
+    """The bytes that have no entry of their own, so that the library drops them in silence."""
+    lost = (byte for byte, character in BYTE_CHARACTERS.items() if character not in vocab)
+    return frozenset(lost)
 
 # %% ../../nbs/01b_tokenization.ipynb #67a2f7c3
 class BPETokenizer(BaseTokenizer):
-    """Byte-level BPE on Hugging Face `tokenizers`: the one that ships.
+    """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that training uses.
 
-    It opens any byte-level `tokenizer.json` of that library. Make one with `train` or `load`.
+    It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`.
+    Some published vocabularies lack a few bytes: text that needs one becomes the unknown token if
+    the file names one, and is a ValueError otherwise.
     Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes and the pattern).
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        if not _is_byte_level(tokenizer):
+            raise ValueError("it is not byte-level BPE: decoding does not restore the text")
         vocab = tokenizer.get_vocab()
-        a_b = tokenizer.encode("a b", add_special_tokens=False).ids
-        if not set(BYTE_CHARACTERS.values()) <= vocab.keys() or tokenizer.decode(a_b) != "a b":
-            raise ValueError(
-                "it is not byte-level BPE: it lacks bytes, or does not give text back as it was"
-            )
         added = sorted(tokenizer.get_added_tokens_decoder().items())
         super().__init__(max(vocab.values()) + 1, {token.content: i for i, token in added})
         self._name_of_id = {i: name for name, i in self.special_tokens.items()}
         self._tokenizer = tokenizer
-        # the library's word for "as ordinary text": `encode` has already split the names off
+        # encode names as ordinary text, in the library's words: `encode` has already split them off
         self._tokenizer.encode_special_tokens = True
+        unknown = tokenizer.model.unk_token
+        self._lost = _bytes_lost(vocab) if unknown is None else frozenset()
+        if unknown is not None:
+            self.unk_token_id = tokenizer.token_to_id(unknown)
 
     @classmethod
     def train(
@@ -603,7 +665,7 @@ class BPETokenizer(BaseTokenizer):
         min_frequency: int = 2,
         progress: bool = False,
     ) -> Self:
-        """Train as `ByteBPETokenizer.train`, with the same result, on texts of valid Unicode."""
+        """Train like `ByteBPETokenizer.train`, with the same result, on texts of valid Unicode."""
         tokenizer = _learn_with_library(
             texts,
             vocab_size=vocab_size,
@@ -616,16 +678,28 @@ class BPETokenizer(BaseTokenizer):
 
     def _pieces(self, text: str) -> list[str]:
         if self._tokenizer.normalizer is not None:
-            # what it changes may depend on what follows, so a stream is held back to its end
+            # what a normalizer changes may depend on what follows: a stream is held back to its end
             return [text]
         cuts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return [text[start:end] for _, (start, end) in cuts]
 
     def _encode_ordinary(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if self._lost and not self._lost.isdisjoint(text.encode()):
+            self._check_complete(text, encoding.tokens)
+        return encoding.ids
+
+    def _check_complete(self, text: str, tokens: Sequence[str]) -> None:
+        """ValueError where the library has dropped a byte of `text` that has no token."""
+        if "".join(tokens) != "".join(_byte_pieces(self._tokenizer, text)):
+            lost = next(c for c in text if not self._lost.isdisjoint(c.encode()))
+            raise ValueError(
+                f"{lost!r} needs a byte that the vocabulary lacks, and the tokenizer has no unknown"
+                " token: take it out of the text"
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
-        # the library garbles special tokens with accents, so each run of one is written by its name
+        # the library garbles special tokens with accents: each run of one is replaced by its name
         runs = groupby(check_ids(ids, self.vocab_size), key=self._name_of_id.get)
         return "".join(
             name * len(list(run)) if name else self._tokenizer.decode(list(run))
@@ -638,3 +712,20 @@ class BPETokenizer(BaseTokenizer):
     @classmethod
     def from_json(cls, text: str) -> Self:
         return cls(_read_with_library(text))
+
+# %% ../../nbs/01b_tokenization.ipynb #c2ldtok1
+def load_tokenizer(path: str | Path) -> BaseTokenizer:
+    """The tokenizer in a `tokenizer.json`, or in the folder that holds one, of whichever class.
+
+    FileNotFoundError or ValueError where there is none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= BaseTokenizer.FILE_NAME
+    text = file.read_text(encoding="utf-8")
+    try:
+        state = json.loads(text)
+        of_characters = isinstance(state, dict) and state.get("type") == "SimpleCharacterTokenizer"
+        return (SimpleCharacterTokenizer if of_characters else BPETokenizer).from_json(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} does not hold a tokenizer: {error}") from None

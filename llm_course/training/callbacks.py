@@ -27,19 +27,35 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/16a_callbacks.ipynb #37456a31
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, oldest first, without a last one that a crash has cut."""
+    """The rows of a `metrics.jsonl`, oldest first; a last row that a crash has cut off is left out.
+
+    ValueError names the line that isn't a row.
+    """
+    rows = []
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(
+                f"{path}: line {number} is not a row of metrics with a step: remove that line"
+            )
+        rows.append(row)
+    return rows
 
 
 def _reported(metrics: dict[str, Any]) -> dict[str, Any]:
-    """A step's metrics without the two sums, which are in the loss of its row."""
+    """A step's metrics without its two sums, which the row's loss contains."""
     sums = ("loss_sum", "num_targets")
     return {name: value for name, value in metrics.items() if name not in sums}
 
 
 def _table_line(columns: dict[str, str], engine: TrainingEngine, row: dict[str, Any]) -> str:
-    """A row as a line of the table, with the place in the epoch; what it hasn't stays blank."""
+    """A row as a line of the table, with its place in the epoch; missing columns stay blank."""
     state = engine.state
     at_end = state.batch == 0  # then the state is at the beginning of the next epoch
     done = engine.num_batches if at_end else state.batch
@@ -59,13 +75,13 @@ class MetricsLogger(Callback):
     With `log_interval="epoch"` the row comes at the end of each epoch. `print_row`, where given, is
     called with each row as a line of a table. A row's loss is the mean over all targets since the
     row before. After a resume, rows later than the restored step are dropped, so that no step
-    appears twice.
+    appears twice. ValueError for a `log_interval` below 1.
     """
 
     COLUMNS = {
         "step": "{:>8,d}",
         "epoch": "{:>6d}",
-        "batch": "{:>11}",  # of how many
+        "batch": "{:>11}",  # such as 12/40
         "loss": "{:>8.3f}",
         "val_loss": "{:>8.3f}",
         "grad_norm": "{:>9.3f}",
@@ -130,7 +146,7 @@ class MetricsLogger(Callback):
 
 # %% ../../nbs/16a_callbacks.ipynb #21edda44
 def draw_lines(image: str | Path, *lines: tuple[Any, Any, dict[str, Any]], **axis: Any) -> None:
-    """Draw lines, each (xs, ys, style), into a PNG file; `axis` goes to matplotlib's axes."""
+    """Draw lines, each (xs, ys, style), into a PNG file; `axis` has matplotlib's axes settings."""
     from matplotlib.figure import Figure  # drawing needs no window and no global state
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -169,7 +185,8 @@ def plot_losses(metrics: str | Path, image: str | Path) -> None:
 def _curve(
     rows: list[dict[str, Any]], name: str, **style: Any
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """A column of the rows over their steps, as a line for `draw_lines`."""
+    """A column of the rows that have it against their steps, as a line for `draw_lines`."""
+    rows = [row for row in rows if name in row]
     return [row["step"] for row in rows], [row[name] for row in rows], style
 
 
@@ -190,8 +207,8 @@ class LossPlot(Callback):
 class _Patience(Callback):
     """Counts the validations since the best value of `metric`, and gives up after `patience`.
 
-    `mode` says whether smaller (min) or larger (max) is better; NaN never is. ValueError for a
-    metric that is not measured.
+    `mode` says whether smaller (min) or larger (max) is better; NaN never is. ValueError for
+    settings out of range, and for a metric that no validation measures.
     """
 
     def __init__(
@@ -209,7 +226,7 @@ class _Patience(Callback):
     def on_validation_end(self, engine: TrainingEngine, metrics: dict[str, float]) -> None:
         if self.metric not in metrics:
             raise ValueError(
-                f"metric={self.metric!r} is not measured; there are {', '.join(metrics)}"
+                f"metric={self.metric!r} is not measured: choose one of {', '.join(metrics)}"
             )
         value = metrics[self.metric] if self.mode == "min" else -metrics[self.metric]
         self.waited += 1
@@ -233,7 +250,7 @@ class _Patience(Callback):
 class EarlyStopping(_Patience):
     """Stop when `metric` has not improved by more than `min_delta` in `patience` validations.
 
-    A run that was stopped so, stops again at once when it is resumed.
+    A run that was stopped this way stops again at once when it is resumed.
     """
 
     def on_train_start(self, engine: TrainingEngine) -> None:
@@ -247,8 +264,8 @@ class EarlyStopping(_Patience):
 class LRSchedulerCallback(_Patience):
     """Multiply the schedule's learning rates by `factor` when `metric` stops improving.
 
-    That is, when it has not improved in `patience` validations. ValueError for a factor outside of
-    (0, 1), and for a metric that is not measured.
+    That is, when it has not improved in `patience` validations. ValueError for a factor outside
+    (0, 1), and for a metric that no validation measures.
     """
 
     def __init__(
@@ -281,7 +298,7 @@ class TensorBoardLogger(Callback):
     """Write rows, texts among the metrics, and the hyperparameters for TensorBoard.
 
     Place it after `MetricsLogger`. After a resume, later steps are purged, so that no step appears
-    twice. What was written before a checkpoint is on the disk when the checkpoint is.
+    twice. A checkpoint flushes whatever was written before it.
     """
 
     def __init__(self, folder: str | Path):
@@ -328,7 +345,7 @@ class TensorBoardLogger(Callback):
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a configuration by their path: numbers, texts and None; others become texts."""
+    """The leaves of a configuration by path; what isn't a number, a text or None becomes a text."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -350,7 +367,7 @@ class WandbLogger(Callback):
         try:
             import wandb  # type: ignore[import-not-found]
         except ModuleNotFoundError as error:
-            if error.name != "wandb":  # it is there, and lacks something itself
+            if error.name != "wandb":  # wandb is installed, but one of its own imports is not
                 raise
             raise ValueError(
                 "logging.wandb_project needs the package wandb: pip install wandb, or leave it out"
@@ -418,9 +435,9 @@ class ProgressBar(Callback):
 class SampleWriter(Callback):
     """Let the model write a text every `interval` steps.
 
-    `sample(model)` returns it, given the model in evaluation mode; the training run is not
+    `sample(model)` gets the model in evaluation mode and returns the text; the training run is not
     affected. The text goes to `samples.txt` and, as `sample`, to the metrics. Place it before
-    `MetricsLogger`.
+    `MetricsLogger`. ValueError for an `interval` below 1.
     """
 
     def __init__(

@@ -33,9 +33,9 @@ from .logging import Logger
 def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take the tensors out of a tree of dicts, lists and JSON values.
 
-    Returns the tree with `{"__tensor__": path}` where a tensor was, and the tensors by path.
-    Integer keys become `"__int__5"`, and a tuple `{"__tuple__": [...]}`. TypeError names a leaf or
-    a key that the files cannot hold, and two tensors whose paths read the same.
+    Returns the tree with `{"__tensor__": path}` in place of each tensor, and the tensors by path.
+    Integer keys become `"__int__5"`, and a tuple becomes `{"__tuple__": [...]}`. TypeError names a
+    leaf or a key that a checkpoint cannot hold, and two tensors that would have the same path.
     """
     if isinstance(tree, Tensor):
         _check_storable(tree, path)
@@ -70,8 +70,8 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
         parts[name], found = split_tensors(value, f"{path}.{name}" if path else name)
         if both := tensors.keys() & found.keys():
             raise TypeError(
-                f"two tensors of the state are called {min(both)}: a key with a dot reads like a"
-                " key in a key"
+                f"two tensors of the state are called {min(both)}: a key with a dot looks like a"
+                " nested key"
             )
         tensors |= found
     if isinstance(tree, dict):
@@ -81,8 +81,8 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def _check_storable(leaf: Any, path: str) -> None:
-    """TypeError where safetensors has no form for it: sparse, quantized, without data, or no tensor
-    at all.
+    """TypeError for what safetensors cannot hold: sparse or quantized tensors, tensors without
+    data, and everything that isn't a tensor.
     """
     try:
         save({"tensor": leaf.new_empty(0)})
@@ -96,7 +96,7 @@ def _check_storable(leaf: Any, path: str) -> None:
 
 # %% ../../nbs/18a_checkpointing.ipynb #7ccd2326
 def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo `split_tensors`."""
+    """Undo `split_tensors`. KeyError where a tensor of the tree is missing."""
     if isinstance(tree, dict):
         if tree.keys() == {"__tensor__"}:
             return tensors[tree["__tensor__"]]
@@ -113,15 +113,16 @@ def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 # %% ../../nbs/18a_checkpointing.ipynb #b669ee93
 def _without_shared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What to store, and the further names of what is there already (tied weights). Views that
-    overlap otherwise are copied.
+    """The tensors to store, and for each further name of a stored one (tied weights) its first.
+
+    Views that overlap in any other way are copied.
     """
     names: dict[tuple, str] = {}
     storages: set[int] = set()
     stored = {}
     aliases = {}
     for name, tensor in tensors.items():
-        # a conjugate is a flag on the memory of the original
+        # a conjugated tensor is the original's memory with a flag, which safetensors would drop
         tensor = tensor.resolve_conj().resolve_neg()
         view = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         first = names.setdefault(view, name)
@@ -138,7 +139,7 @@ _FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
 def verify(path: str | Path) -> None:
-    """Compare every file with the manifest; ValueError names the first that differs."""
+    """Compare a checkpoint's files with its manifest; ValueError names the first that differs."""
     files = _manifest(Path(path))["files"]
     for file, hashed in _hashed_together(Path(path) / name for name in files):
         expected = files[file.name]
@@ -148,7 +149,9 @@ def verify(path: str | Path) -> None:
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error}") from None
         if size != expected["size"]:
-            raise ValueError(f"{file} is cut: it has {size} bytes, expected {expected['size']}")
+            raise ValueError(
+                f"{file} is incomplete: it has {size} bytes, expected {expected['size']}"
+            )
         if sha256 != expected["sha256"]:
             raise ValueError(
                 f"{file} was changed after it was saved: its SHA-256 differs from the manifest's"
@@ -170,13 +173,14 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _hashed_together(paths: Iterable[Path]) -> list[tuple[Path, Future[str]]]:
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run: a core for each file
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL, so each file gets a core
         return [(path, pool.submit(sha256_of, path)) for path in paths]
 
 # %% ../../nbs/18a_checkpointing.ipynb #918775fb
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The state in a checkpoint folder, after `verify`. ValueError where it holds none, whatever
-    the manifest says.
+    """The state in a checkpoint folder, which is verified first.
+
+    ValueError where a file differs from the manifest, and where they hold no state.
     """
     path = Path(path)
     verify(path)
@@ -198,12 +202,12 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         SafetensorError,
     ) as error:
         raise ValueError(
-            f"{path} fits its manifest but holds no state of a run ({error!r})"
+            f"{path} matches its manifest but does not hold the state of a run ({error!r})"
         ) from None
 
 # %% ../../nbs/18a_checkpointing.ipynb #44fa5186
 def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
-    """The four files of a checkpoint, forced to the disk."""
+    """Write the four files of a checkpoint, and force them to the disk."""
     tree, tensors = split_tensors({name: part for name, part in state.items() if name != "model"})
     for name, tensor in state["model"].items():
         _check_storable(tensor, f"model.{name}")
@@ -217,16 +221,16 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     save_file(model, folder / "model.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    # safetensors writes for the owner alone: who may read state.json may read these
+    # safetensors gives its files to the owner alone: whoever may read state.json may read these
     for name in ("model", "optimizer"):
-        with suppress(OSError):  # there are disks without permissions
+        with suppress(OSError):  # some file systems have no permissions
             shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
     hashed = _hashed_together(sorted(folder.iterdir()))
     files = {
         path.name: {"size": path.stat().st_size, "sha256": sha256.result()}
         for path, sha256 in hashed
     }
-    # else the metrics are of earlier weights
+    # otherwise the metrics belong to earlier weights
     measured = state.get("state", {}).get("validated_step", step) == step
     manifest = {
         "step": step,
@@ -239,40 +243,37 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Give a folder its name at once; one that has this name already stays beside it, under
-    another, until then.
-    """
+    """Rename a folder to `final` in one step; a folder of that name is first moved aside."""
     if final.exists():
-        # 3: not over the former one
+        # 3: the former one stays until the new one is in place
         (holder := final.parent / f".former_{secrets.token_hex(8)}").mkdir()
         final.rename(holder / final.name)
-    temporary.rename(final)  # 1: whole or not at all
+    temporary.rename(final)  # 1: all or nothing
     sync(final.parent)  # 2
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """What was given its name, oldest first: by step, whatever the clock says."""
+    """The checkpoints in a folder, whole or broken, by step: the oldest first."""
     found = [*folder.glob(".former_*/step_*"), *folder.glob("step_*")]
     ours = (path for path in found if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
     return sorted(ours, key=lambda path: int(path.name.removeprefix("step_")))
 
 # %% ../../nbs/18a_checkpointing.ipynb #51e8d7a5
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, whole or in pieces; a folder that holds anything else is not ours and
-    stays.
-    """
+    """Remove a checkpoint, even an incomplete one; a folder with other files in it stays."""
     with suppress(OSError):
         if {entry.name for entry in path.iterdir()} <= _FILES | {"manifest.json"}:
             shutil.rmtree(path)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Undo what a killed process left of a save: a former checkpoint without a successor gets its
-    name back.
+    """Clean up after a save that was killed.
+
+    A former checkpoint that has no successor gets its name back.
     """
     for former in folder.glob(".former_*/step_*"):
         _remove(former) if (folder / former.name).exists() else former.rename(folder / former.name)
-    # whatever is in it: safetensors writes under names of its own first
+    # whatever they hold: safetensors first writes under names of its own
     for path in folder.glob(".saving_*"):
         shutil.rmtree(path, ignore_errors=True)
     for holder in folder.glob(".former_*"):
@@ -281,8 +282,9 @@ def _remove_leftovers(folder: Path) -> None:
 
 # %% ../../nbs/18a_checkpointing.ipynb #85d8337d
 def _by_score(paths: list[Path], metric: str | None, mode: str) -> list[Path]:
-    """Those of `paths` (oldest first) whose manifest has a number for `metric`: the best first, of
-    equals the newest.
+    """Those of `paths` (oldest first) whose manifest has a number for `metric`, the best first.
+
+    Among equals, the newest comes first.
     """
     scores = {}
     for place, path in enumerate(paths):
@@ -294,12 +296,13 @@ def _by_score(paths: list[Path], metric: str | None, mode: str) -> list[Path]:
 
 
 def _signature(path: Path) -> tuple[Any, ...] | None:
-    """What a write to a checkpoint's files changes; None where one is so young that a second write
-    could show the same time.
+    """What any write to a checkpoint's files would change: their sizes, times and inodes.
+
+    None for files so new that a second write could leave the same time.
     """
     with suppress(OSError):
         stats = [(path / name).stat() for name in sorted(_FILES)]
-        # clocks of file systems go in steps
+        # a file system's clock ticks coarsely
         if time.time_ns() - max(stat.st_mtime_ns for stat in stats) > 10**8:
             manifest = (path / "manifest.json").read_bytes()
             return manifest, *(
@@ -311,8 +314,9 @@ def _signature(path: Path) -> tuple[Any, ...] | None:
 class CheckpointFolder:
     """Finds the checkpoints in `folder`, and tells which of them are whole.
 
-    `step_00000200/` is whole where its `manifest.json`, written last, fits its files; nothing is
-    ever unpickled. The best has the best `best_metric` (`best_mode` min or max; NaN never is).
+    `step_00000200/` is whole if its files match its `manifest.json`, which is written last; nothing
+    is ever unpickled. The best is the one with the smallest (`best_mode="min"`) or largest ("max")
+    `best_metric`, where NaN never wins. ValueError for another `best_mode`.
     """
 
     def __init__(
@@ -328,24 +332,24 @@ class CheckpointFolder:
         self.best_metric = best_metric
         self.best_mode = best_mode
         self.logger = logger or Logger()
-        # signatures of what was written or read, and whether it is whole
+        # for each checkpoint written or read so far: its signature, and whether it is whole
         self._checked: dict[Path, tuple[Any, bool]] = {}
 
     def check_metrics(self, metrics: dict[str, Any]) -> None:
-        """ValueError where there are validation results and `best_metric` is none of them."""
+        """ValueError where there are validation results, but `best_metric` isn't one of them."""
         if metrics and self.best_metric not in (None, *metrics):
             raise ValueError(
-                f"best_metric={self.best_metric!r} is no result of the validation, which gives"
-                f" {', '.join(metrics)}: choose one, or none. Nothing in {self.folder} was removed,"
+                f"best_metric={self.best_metric!r} is not a result of the validation, which gives"
+                f" {', '.join(metrics)}: choose one, or null. Nothing in {self.folder} was removed,"
                 " and the run can go on from its newest checkpoint"
             )
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; a broken one is named in a warning and passed over."""
+        """The newest whole checkpoint, or None; a warning names each broken one passed over."""
         return self._first_whole(reversed(_checkpoints(self.folder)))
 
     def best(self) -> Path | None:
-        """The whole checkpoint with the best `best_metric`, the newest of equals, or None."""
+        """The whole checkpoint with the best `best_metric`, the newest among equals, or None."""
         return self._first_whole(
             _by_score(_checkpoints(self.folder), self.best_metric, self.best_mode)
         )
@@ -360,7 +364,7 @@ class CheckpointFolder:
         return None
 
     def _is_whole(self, path: Path) -> bool:
-        """`verify`, without reading again what hasn't changed since it was written or read."""
+        """`verify`, but files that haven't changed since are not read again."""
         signature = _signature(path)
         if signature is None or signature != self._checked.get(path, (None, False))[0]:
             self._checked[path] = signature, self._first_whole([path]) is not None
@@ -368,10 +372,10 @@ class CheckpointFolder:
 
 # %% ../../nbs/18a_checkpointing.ipynb #d18man01
 class CheckpointManager(CheckpointFolder):
-    """Writes and tidies the checkpoints in a folder, into which one process at a time may write.
+    """Writes and tidies the checkpoints in a folder; only one process at a time may write there.
 
-    The `keep_last` newest whole ones stay, and the best one beside them. The other arguments are
-    those of `CheckpointFolder`.
+    The `keep_last` newest whole ones stay, and so does the best. The other arguments are those of
+    `CheckpointFolder`. ValueError for a `keep_last` below 1.
     """
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, **options: Any):
@@ -379,23 +383,26 @@ class CheckpointManager(CheckpointFolder):
         (self.keep_last,) = check_sizes(keep_last=keep_last)
 
     def save(self, state: dict[str, Any], *, step: int) -> Path:
-        """Write `state` as the checkpoint of `step`, and remove those that need not stay.
+        """Write `state` as the checkpoint of `step`, then remove those that need not stay.
 
-        Returns the folder. `state["metrics"]` decides which is best. TypeError where something
-        cannot be stored; OSError, with path and free space, where the disk refuses: what was
-        there stays. ValueError as `check_metrics`, after writing and before any removal.
+        Returns the folder. `state["model"]` has the tensors by name, and `state["metrics"]` decides
+        which checkpoint is best. TypeError where something cannot be stored; OSError, with path and
+        free space, where the disk refuses; either way the earlier checkpoints stay. ValueError as
+        `check_metrics`, after writing and before any removal.
         """
-        if step < 0 or not isinstance(state.get("model"), dict):
+        (step,) = check_sizes(0, step=step)
+        parts = (state.get("model"), state.get("metrics", {})) if isinstance(state, dict) else ()
+        if not parts or not all(isinstance(part, dict) for part in parts):
             raise ValueError(
-                f"{step=} must be 0 or more, and the state a dict whose 'model' is a dict of"
-                " tensors by their names"
+                "the state must be a dict, whose 'model' is a dict of tensors by name, and whose"
+                " 'metrics' a dict of numbers"
             )
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f".saving_{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self.folder)
-            temporary.mkdir()  # not by mkdtemp, whose folders are for their owner alone
+            temporary.mkdir()  # not mkdtemp, whose folders are the owner's alone
             _write(state, temporary, step=step)
             _put_in_place(temporary, final)
         except BaseException as error:
@@ -413,7 +420,7 @@ class CheckpointManager(CheckpointFolder):
         return final
 
     def _tidy(self, newest: Path) -> None:
-        """Remove old checkpoints but for the best, and later ones that are broken."""
+        """Remove old checkpoints except the best, and broken ones that are later than `newest`."""
         _remove_leftovers(self.folder)
         self._checked[newest] = _signature(newest), True
         paths = _checkpoints(self.folder)
@@ -421,11 +428,11 @@ class CheckpointManager(CheckpointFolder):
         later = [path for path in paths[place + 1 :] if self._is_whole(path)]
         if later:
             self.logger.warning(
-                f"{later[-1]} is later than {newest.name}, just saved, and stays; remove it if that"
-                " is wrong"
+                f"{later[-1]} is kept although it is later than {newest.name}, just saved; remove"
+                " it if that is wrong"
             )
         whole = (index for index in range(place, -1, -1) if self._is_whole(paths[index]))
-        # where they are too few to fall back on, nothing older goes
+        # with too few whole ones to fall back on, nothing older is removed
         first = next(islice(whole, self.keep_last - 1, None), 0)
         best = next(
             filter(self._is_whole, _by_score(paths, self.best_metric, self.best_mode)), None
@@ -436,14 +443,16 @@ class CheckpointManager(CheckpointFolder):
 
 # %% ../../nbs/18a_checkpointing.ipynb #358a94ae
 class Checkpointer(Callback):
-    """Save every `save_interval` steps ("epoch": at the end of each) and at the end, also where the
-    run was asked to stop; place it after the loggers.
+    """Save every `save_interval` steps and at the end of the run; place it after the loggers.
 
-    A save that the disk refuses is a warning, and at the end an error. Where a run fails between
-    two steps, it is saved too.
+    With `save_interval="epoch"` it saves at the end of each epoch. A run that is asked to stop, or
+    that fails between two steps, is saved too. When the disk refuses a save, that is a warning, and
+    at the end of the run an OSError. ValueError for a `save_interval` below 1.
     """
 
     def __init__(self, manager: CheckpointManager, *, save_interval: int | Literal["epoch"]):
+        if save_interval != "epoch":
+            check_sizes(save_interval=save_interval)
         self.manager = manager
         self.save_interval = save_interval
         self.saved_step = -1
@@ -468,7 +477,7 @@ class Checkpointer(Callback):
             self._save(engine)
 
     def _save(self, engine: TrainingEngine) -> None:
-        # all processes take part, the main one writes
+        # all processes take part, and the main one writes
         state = engine.state_dict()
         refused = None
         if engine.runtime.is_main:
@@ -476,11 +485,11 @@ class Checkpointer(Callback):
                 self.manager.save(state, step=engine.state.step)
             except (OSError, ValueError) as error:
                 refused = error
-        # the others must know, to try again together
+        # all of them must know, so that they try again together
         if engine.runtime.any(isinstance(refused, OSError)):
             raise refused or OSError("the main process could not write the checkpoint")
         self.saved_step = engine.state.step
-        # all processes say it together; the main one has saved
+        # all processes raise this together, after the main one has saved
         self.manager.check_metrics(state["metrics"])
         if refused is not None:
             raise refused

@@ -6,7 +6,8 @@
 __all__ = ['group_micro_batches', 'planned_steps', 'run_length', 'TrainState', 'Callback', 'CallbackList', 'check_step_output',
            'MixedPrecision', 'with_dynamic_rows', 'ForwardPass', 'WindowTotals', 'GradientWindow', 'batch_teller',
            'mean_loss', 'validation_metrics', 'Epoch', 'prepare_data', 'agree_to_stop', 'follow_schedule',
-           'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine', 'TrainingEngine']
+           'check_set_up', 'begin_step', 'capture_state', 'restore_state', 'restore_optimizer', 'StepEngine',
+           'TrainingEngine']
 
 # %% ../../nbs/14b_engine.ipynb #1a3ef654
 import itertools
@@ -24,6 +25,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..checks import check_choice, check_sizes
 from ..hardware import resolve_precision
 from ..text.data import BaseDataModule, check_same_data
 from .config import Config
@@ -34,7 +36,11 @@ from .task import StepOutput, TrainingTask
 def group_micro_batches(
     batches: Iterable[dict[str, Tensor]], size: int
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """Group batches into windows of `size`, one for each optimizer step; the last may be short."""
+    """Group batches into windows of `size`, one for each optimizer step; the last may be short.
+
+    ValueError where `size` isn't a whole number of at least 1.
+    """
+    check_sizes(size=size)
     iterator = iter(batches)
     while window := list(itertools.islice(iterator, size)):
         yield window
@@ -43,16 +49,19 @@ def group_micro_batches(
 def planned_steps(config: Config, *, num_items: int, world_size: int = 1) -> int:
     """The optimizer steps of a run over `num_items` rows an epoch.
 
-    `max_steps` where it is given, else the steps that the epochs or tokens take. A row counts as
-    `data.sequence_length` tokens, and the last step may pass `max_tokens`. ValueError without rows.
+    `training.max_steps` where it is given, else the steps that the epochs or tokens take. A row
+    counts as `data.sequence_length` tokens, and the last step may go beyond `max_tokens`.
+    ValueError without rows, and for a `world_size` below 1.
     """
+    check_sizes(world_size=world_size)
+    check_sizes(0, num_items=num_items)
     training = config.training
     length = config.data.sequence_length
     if training.max_steps is not None:
         return training.max_steps
     if num_items < 1:
         raise ValueError(
-            "the training data has no row: give more text, or a smaller sequence_length"
+            "the training data has no row: give more text, or a smaller data.sequence_length"
         )
 
     items_per_step = training.batch_size * training.gradient_accumulation_steps * world_size
@@ -83,7 +92,7 @@ class TrainState:
     batch: int = 0  # batches of this epoch that are done, on each rank
     targets: int = 0  # targets seen, on all ranks
     skipped_steps: int = 0  # steps without an update: fp16 overflowed, or there was no target
-    validated_step: int = -1  # the step whose weights the newest validation has measured
+    validated_step: int = -1  # the step whose weights the newest validation measured
 
     def advance(self, *, batches: int, targets: int, updated: bool) -> None:
         """Count an optimizer step."""
@@ -98,10 +107,12 @@ class TrainState:
         self.batch = 0
 
     def is_due(self, interval: int | str) -> bool:
-        """Whether it is time, after a step, for what happens every `interval` steps.
+        """Whether, after a step, it is time for something that happens every `interval` steps.
 
-        With "epoch", that is after the last step of each epoch.
+        "epoch" means after the last step of each epoch. ValueError for an interval below 1.
         """
+        if interval != "epoch":
+            check_sizes(interval=interval)
         return self.batch == 0 if interval == "epoch" else self.step % int(interval) == 0
 
 
@@ -118,13 +129,17 @@ class Callback:
         """The next batch belongs to `engine.state.epoch`."""
 
     def on_batch_end(self, engine: "TrainingEngine", metrics: dict[str, Any]) -> None:
-        """The gradient of a micro-batch is added up; `metrics` has its number in the epoch as
-        batch, and this rank's loss_sum and num_targets, tensors on the device.
+        """A micro-batch's gradient has been accumulated.
+
+        `metrics` has `batch`, its number in the epoch, and this rank's loss_sum and num_targets,
+        which are tensors on the device.
         """
 
     def on_step_end(self, engine: "TrainingEngine", metrics: dict[str, Any]) -> None:
-        """A step is done; `metrics` has loss_sum, num_targets, grad_norm, learning_rate, and what a
-        validation found.
+        """An optimizer step is done.
+
+        `metrics` has loss_sum, num_targets, grad_norm and learning_rate, and the results of a
+        validation where this step had one.
         """
 
     def on_validation_start(self, engine: "TrainingEngine") -> None:
@@ -134,7 +149,7 @@ class Callback:
         """`metrics` has val_loss and what the task derives from it."""
 
     def on_epoch_end(self, engine: "TrainingEngine") -> None:
-        """All batches of an epoch were used; `engine.state` is at the beginning of the next."""
+        """All batches of an epoch have been used; `engine.state` points to the next epoch."""
 
     def on_train_end(self, engine: "TrainingEngine") -> None:
         """The run has reached its last step, or was asked to stop."""
@@ -163,12 +178,12 @@ class CallbackList(list[Callback]):
                 raise
 
     def listens(self, hook: str) -> bool:
-        """Whether any callback overrides `hook`."""
+        """Whether any of the callbacks overrides `hook`."""
         inherited = getattr(Callback, hook)
         return any(getattr(getattr(each, hook), "__func__", None) is not inherited for each in self)
 
     def call_on_exception(self, engine: "TrainingEngine", error: BaseException) -> None:
-        """Tell every callback of `error`; one that fails meanwhile doesn't hide it."""
+        """Tell every callback about `error`; one that fails too leaves a note on `error`."""
         for callback in self:
             try:
                 callback.on_exception(engine, error)
@@ -176,7 +191,7 @@ class CallbackList(list[Callback]):
                 error.add_note(f"and {type(callback).__name__}.on_exception raised {further!r}")
 
     def by_name(self) -> dict[str, Callback]:
-        """The callbacks by the names of their classes; equal names are numbered from the second."""
+        """The callbacks by class name; from the second of a class on, with a number (`Name#2`)."""
         named: dict[str, Callback] = {}
         counts: dict[str, int] = {}
         for callback in self:
@@ -186,18 +201,18 @@ class CallbackList(list[Callback]):
         return named
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What the callbacks must remember, by name."""
+        """The callbacks' states, by name."""
         return {name: callback.state_dict() for name, callback in self.by_name().items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned; callbacks that are new keep their beginning."""
+        """Restore what `state_dict` returned; callbacks that aren't in it start from scratch."""
         for name, callback in self.by_name().items():
             if name in state:
                 callback.load_state_dict(state[name])
 
 # %% ../../nbs/14b_engine.ipynb #ebc82267
 def check_step_output(output: Any, source: str, *, needs_gradient: bool) -> None:
-    """ValueError where `output`, which the method `source` returned, is no usable `StepOutput`."""
+    """ValueError where `output`, which the method `source` returned, isn't a valid `StepOutput`."""
     if fault := _step_output_fault(output, needs_gradient=needs_gradient):
         raise ValueError(f"{source} must return StepOutput(loss_sum, num_targets): {fault}")
 
@@ -213,16 +228,20 @@ def _step_output_fault(output: Any, *, needs_gradient: bool) -> str | None:
     if not isinstance(count, int) and not (
         isinstance(count, Tensor) and count.ndim == 0 and not count.is_floating_point()
     ):
-        return f"num_targets must be one whole number, not {count!r}"
+        return f"num_targets must be a whole number, as an int or a scalar tensor, not {count!r}"
     if needs_gradient and not loss.requires_grad:
         return "loss_sum has no gradient: was it detached, or computed by item() or under no_grad?"
     return None
 
 # %% ../../nbs/14b_engine.ipynb #c2b64b13
 class MixedPrecision:
-    """Autocast to half precision, and the scaled loss that fp16 needs as well."""
+    """Autocast to half precision, with the loss scaling that fp16 needs.
+
+    `precision` is fp32, which changes nothing, bf16 or fp16; ValueError for another one.
+    """
 
     def __init__(self, precision: str, device: torch.device):
+        check_choice(("fp32", "bf16", "fp16"), precision=precision)
         self.device = device
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         # backward starts at a sum over targets, not at their mean: 2**16 over 4096 targets
@@ -241,7 +260,7 @@ class MixedPrecision:
     def overflowed(self, norm: float) -> bool:
         """Whether a gradient norm shows an overflow of float16, which a smaller scale may cure.
 
-        Where the scale has already come down to 2**-24, a norm that isn't finite is a NaN.
+        Once the scale has come down to 2**-24, a norm that isn't finite counts as a NaN.
         """
         return (
             self.dtype == torch.float16
@@ -251,7 +270,7 @@ class MixedPrecision:
 
 # %% ../../nbs/14b_engine.ipynb #bd8759fd
 def with_dynamic_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies with plain strides whose number of rows the compiler takes as one that varies."""
+    """Contiguous copies of a batch's tensors, with a number of rows that the compiler may vary."""
     batch = {
         name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in batch.items()
     }
@@ -262,7 +281,7 @@ def with_dynamic_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass
 class ForwardPass:
-    """Runs a step of the task: batch to the device, autocast, and a check of what it returns."""
+    """Runs a step of the task: moves the batch to the device, autocasts, and checks the result."""
 
     task: TrainingTask
     device: torch.device
@@ -274,7 +293,7 @@ class ForwardPass:
         return cast(nn.Module, torch.compile(model)) if self.compiled else model
 
     def __call__(self, step: str, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        """What the task's method `step` returns. ValueError where that is no `StepOutput`."""
+        """What the task's method `step` returns; ValueError where that isn't a `StepOutput`."""
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         compiling: AbstractContextManager = nullcontext()
         if self.compiled:
@@ -298,7 +317,7 @@ class WindowTotals(NamedTuple):
     grad_norm: float  # of the mean over all targets, before clipping
 
     def usable(self, *, overflowed: bool) -> bool:
-        """Whether loss and norm are finite; in fp16 an overflow of the norm is no fault."""
+        """Whether loss and norm are finite; in fp16 the norm may overflow."""
         return math.isfinite(self.loss_sum) and (math.isfinite(self.grad_norm) or overflowed)
 
     def describe_fault(self, state: TrainState, num_batches: int) -> str:
@@ -321,20 +340,21 @@ class GradientWindow:
     train_model: nn.Module  # the same model, as compile and the runtime have wrapped it
     runtime: Runtime
     max_norm: float
-    on_batch: Callable[[int, StepOutput], None] | None = None  # told of each micro-batch
+    on_batch: Callable[[int, StepOutput], None] | None = None  # called after each micro-batch
 
     def compute(
         self, micro_batches: Sequence[dict[str, Tensor]], optimizer: Optimizer
     ) -> WindowTotals:
         """Leave the clipped gradient of the mean over all targets in `.grad`."""
         loss_sum, num_targets = map(self.runtime.sum, self.accumulate(micro_batches))
+        self.runtime.sync_gradients(self.model)
         self.forward.mixed_precision.scaler.unscale_(optimizer)
         norm = self.mean_and_clip(num_targets)
         # the step's one wait for the device
         return WindowTotals(float(loss_sum), int(num_targets), float(norm))
 
     def accumulate(self, micro_batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Add up the gradients of summed losses; returns this rank's loss and number of targets."""
+        """Accumulate the gradients of summed losses; returns this rank's loss and target count."""
         scaler = self.forward.mixed_precision.scaler
         loss_sum = torch.zeros((), device=self.forward.device)
         num_targets = torch.zeros((), dtype=torch.long, device=self.forward.device)
@@ -350,18 +370,21 @@ class GradientWindow:
         return loss_sum, num_targets
 
     def mean_and_clip(self, num_targets: Tensor) -> Tensor:
-        """Divide the gradients by the targets of all ranks, clip them; their norm before that."""
+        """Divide the gradients by the targets of all ranks, then clip them.
+
+        Returns their norm before clipping.
+        """
         # the runtime's backward has averaged over ranks
-        divisor = num_targets.clamp(min=1) / self.runtime.world_size
+        divisor = num_targets.clamp(min=1) / self.runtime.data_world_size
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
             gradient = cast(Tensor, parameter.grad)
             gradient.div_(divisor.to(gradient.device))
-        return self.runtime.whole(nn.utils.clip_grad_norm_(parameters, self.max_norm))
+        return self.runtime.clip(parameters, self.max_norm)
 
 # %% ../../nbs/14b_engine.ipynb #4c2fb733
 def batch_teller(engine: "TrainingEngine") -> Callable[[int, StepOutput], None] | None:
-    """What calls `on_batch_end` after each micro-batch; None where no callback has that hook."""
+    """A function that calls `on_batch_end` after each micro-batch; None where nobody listens."""
     if not engine.callbacks.listens("on_batch_end"):
         return None
 
@@ -377,9 +400,9 @@ def batch_teller(engine: "TrainingEngine") -> Callable[[int, StepOutput], None] 
 
 # %% ../../nbs/14b_engine.ipynb #36a43f88
 def mean_loss(outputs: Sequence[StepOutput], *, runtime: Runtime, device: torch.device) -> float:
-    """The loss of a validation: the sum of its losses over the number of its targets.
+    """A validation's loss per target: the sum of all losses over the number of all targets.
 
-    ValueError where no rank has a target.
+    Sums over the ranks of `runtime`, in float64. ValueError where no rank has a target.
     """
     zero = torch.zeros((), device=device)
     losses = [output.loss_sum for output in outputs] or [zero]
@@ -394,7 +417,7 @@ def mean_loss(outputs: Sequence[StepOutput], *, runtime: Runtime, device: torch.
 
 
 def validation_metrics(task: TrainingTask, data: BaseDataModule, loss: float) -> dict[str, float]:
-    """What a validation reports: val_loss, and what the task derives from it, each with val_."""
+    """What a validation reports: val_loss, and the task's own metrics, prefixed with val_."""
     further = task.metrics(loss, data)
     return {"val_loss": loss} | {f"val_{name}": float(value) for name, value in further.items()}
 
@@ -402,8 +425,8 @@ def validation_metrics(task: TrainingTask, data: BaseDataModule, loss: float) ->
 class Epoch:
     """The windows of one pass over the training data, from where `state` is.
 
-    Iterating yields each window of up to `accumulation` micro-batches with the seconds waited for
-    it. ValueError where no batch is left.
+    Iterating yields each window of up to `accumulation` micro-batches together with the seconds
+    spent waiting for it. ValueError where no batch is left.
     """
 
     def __init__(
@@ -411,18 +434,18 @@ class Epoch:
     ):
         self.number = state.epoch
         self.position = state.batch
-        self.rank = runtime.rank
+        self.rank = runtime.data_rank
         self.accumulation = accumulation
         self.targets_before = state.targets
         self.loader = data.train_dataloader(
             epoch=state.epoch,
             position=state.batch,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
+            rank=runtime.data_rank,
+            world_size=runtime.data_world_size,
         )
         self.num_batches = state.batch + len(self.loader)
         if not len(self.loader):
-            where = f"epoch {state.epoch} has no batch {state.batch}, where it is to begin"
+            where = f"epoch {state.epoch} has no batch {state.batch} to begin with"
             raise ValueError(f"{where}: give more text, or a smaller data.sequence_length")
 
     def __iter__(self) -> Iterator[tuple[list[dict[str, Tensor]], float]]:
@@ -463,15 +486,15 @@ class Epoch:
 def prepare_data(
     config: Config, data: BaseDataModule, runtime: Runtime, state: dict[str, Any] | None
 ) -> None:
-    """Prepare and set up the data of a run, or of one that goes on from `state`.
+    """Prepare and set up the data of a new run, or of one that resumes from `state`.
 
-    ValueError where the data or the number of processes isn't what `state` was made with.
+    ValueError where the data or the number of processes differs from those of `state`.
     """
     allow_changes = config.checkpoint.allow_changes
-    if state is not None and not allow_changes and state["world_size"] != runtime.world_size:
+    if state is not None and not allow_changes and state["world_size"] != runtime.data_world_size:
         raise ValueError(
             f"the run was trained by {state['world_size']} processes and now there are"
-            f" {runtime.world_size}: take as many, or set checkpoint.allow_changes=true to go"
+            f" {runtime.data_world_size}: start as many, or set checkpoint.allow_changes=true to go"
             " on from the next epoch"
         )
     # other text may be allowed, but no other tokens than the weights have learned
@@ -487,14 +510,14 @@ def prepare_data(
 
 
 def agree_to_stop(runtime: Runtime, reason: str | None) -> str | None:
-    """The reason of the first process that has one; all of them must ask."""
+    """The reason of the first process that has one, or None; all processes must call it."""
     if not runtime.any(reason is not None):
         return None
     return next(given for given in runtime.gather(reason) if given is not None)
 
 # %% ../../nbs/14b_engine.ipynb #05422819
 def follow_schedule(scheduler: LambdaLR) -> None:
-    """Give the optimizer the learning rates of the schedule's present count of updates."""
+    """Set the optimizer's learning rates to what the schedule says for its current step."""
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
     rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
     scheduler._last_lr = rates
@@ -502,11 +525,29 @@ def follow_schedule(scheduler: LambdaLR) -> None:
         group["lr"] = rate
 
 
-def capture_state(engine: "StepEngine") -> dict[str, Any]:
-    """Everything that is needed to go on exactly here.
+def check_set_up(engine: "StepEngine") -> None:
+    """ValueError for an engine that has no model yet."""
+    if not engine.is_set_up:
+        raise ValueError("the engine has no model yet: call setup() first")
 
-    All ranks must call it; the tensors are whole on the main one.
+
+def begin_step(engine: "StepEngine", micro_batches: Sequence[dict[str, Tensor]]) -> None:
+    """Mark the engine as inside a step.
+
+    ValueError for an engine that has no model yet, and for a step without a micro-batch.
     """
+    check_set_up(engine)
+    if not micro_batches:
+        raise ValueError("an optimizer step needs at least one micro-batch")
+    engine.in_step = True
+
+
+def capture_state(engine: "StepEngine") -> dict[str, Any]:
+    """Everything that a run needs to resume exactly here.
+
+    All ranks must call it; the tensors are whole on the main one. ValueError before `setup`.
+    """
+    check_set_up(engine)
     runtime = engine.runtime
     return {
         "model": runtime.model_state(engine.model),
@@ -515,10 +556,10 @@ def capture_state(engine: "StepEngine") -> dict[str, Any]:
         "scaler": engine.scaler.state_dict(),
         "state": asdict(engine.state),
         "metrics": engine.metrics,
-        "rng": {str(rank): state for rank, state in enumerate(runtime.gather(rng_state()))},
+        "rng": {str(rank): rng for rank, rng in runtime.gather((runtime.seed_rank, rng_state()))},
         "callbacks": engine.callbacks.state_dict(),
         "data": engine.data.fingerprint(),
-        "world_size": runtime.world_size,
+        "world_size": runtime.data_world_size,
     }
 
 # %% ../../nbs/14b_engine.ipynb #70c701b7
@@ -530,9 +571,9 @@ def restore_state(engine: "StepEngine", state: dict[str, Any]) -> None:
     """
     runtime = engine.runtime
     progress = TrainState(**state["state"])
-    rng = state["rng"].get(str(runtime.rank))
+    rng = state["rng"].get(str(runtime.seed_rank))
     try:
-        now = engine.data.fingerprint() | {"world_size": runtime.world_size}
+        now = engine.data.fingerprint() | {"world_size": runtime.data_world_size}
         check_same_data(state["data"] | {"world_size": state["world_size"]}, now)
     except ValueError as error:
         if not engine.config.checkpoint.allow_changes:
@@ -571,7 +612,7 @@ def restore_optimizer(engine: "StepEngine", state: dict[str, Any]) -> None:
 class StepEngine:
     """Makes single optimizer steps: what a training loop needs, without the loop.
 
-    `setup` builds device, model, optimizer, scheduler and scaler, which are attributes then.
+    `setup` adds the attributes device, model, optimizer, scheduler and scaler.
     """
 
     def __init__(
@@ -590,15 +631,15 @@ class StepEngine:
         self.runtime = runtime or Runtime()
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # the newest validation results
-        # in a step, the state is half the last one's and half the next one's: don't save it
+        # inside a step the state is half old and half new: don't save it
         self.in_step = False
         self.is_set_up = False
 
     def setup(self, state: dict[str, Any] | None = None) -> None:
-        """Prepare the data and build all parts; with `state`, go on from there.
+        """Prepare the data and build all parts; with `state`, resume from there.
 
-        ValueError where the data or the number of processes isn't what `state` was made with;
-        then nothing on disk has changed.
+        ValueError where the data or the number of processes differs from those of `state`; nothing
+        on disk has changed then.
         """
         training = self.config.training
         self.device = self.runtime.device(training.device)
@@ -608,7 +649,7 @@ class StepEngine:
         self.model = self.task.build_model(self.data).to(self.device)
         self.runtime.shard(self.model, bf16=self.precision == "bf16")
         self.optimizer = self.task.build_optimizer(self.model)
-        self.max_steps = run_length(self.config, self.data, world_size=self.runtime.world_size)
+        self.max_steps = run_length(self.config, self.data, world_size=self.runtime.data_world_size)
         self.scheduler = self.task.build_scheduler(self.optimizer, max_steps=self.max_steps)
 
         mixed_precision = MixedPrecision(self.precision, self.device)
@@ -619,8 +660,8 @@ class StepEngine:
         self.window = GradientWindow(
             self.forward, self.model, self.train_model, self.runtime, training.max_grad_norm
         )
-        if self.runtime.rank:
-            seed_everything(training.seed + self.runtime.rank)  # dropout differs between ranks
+        if self.runtime.seed_rank:  # dropout differs between ranks
+            seed_everything(training.seed + self.runtime.seed_rank)
         if state is not None:
             self.load_state_dict(state)
         self.is_set_up = True
@@ -628,11 +669,11 @@ class StepEngine:
     def optimizer_step(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         """Update the weights once; the model must be in training mode.
 
-        Returns loss_sum, num_targets, grad_norm and learning_rate. FloatingPointError, before the
-        update, where loss or norm isn't finite. A step that overflows in fp16, or has no target,
-        is skipped and counted.
+        Returns loss_sum, num_targets, grad_norm and learning_rate. A step that overflows in fp16,
+        or has no target, is counted but changes no weight. ValueError before `setup` and without a
+        micro-batch; FloatingPointError, before the update, where loss or norm isn't finite.
         """
-        self.in_step = True
+        begin_step(self, micro_batches)
         totals = self.window.compute(micro_batches, self.optimizer)
         overflowed = self.forward.mixed_precision.overflowed(totals.grad_norm)
         if not totals.usable(overflowed=overflowed):
@@ -652,7 +693,10 @@ class StepEngine:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to go on exactly here; all ranks must call it."""
+        """Everything that a run needs to resume exactly here; all ranks must call it.
+
+        ValueError before `setup`.
+        """
         return capture_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -663,7 +707,7 @@ class StepEngine:
 class TrainingEngine(StepEngine):
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`."""
 
-    data_seconds = 0.0  # waited for batches, in all
+    data_seconds = 0.0  # spent waiting for batches so far
     num_batches = 0  # of an epoch, on each rank; known from the first epoch's start
     stop_reason: str | None = None
     _stop_asked: str | None = None
@@ -674,7 +718,7 @@ class TrainingEngine(StepEngine):
             self.setup()
         if self.in_step:
             raise ValueError(
-                "the last run was broken off inside a step: begin with a new engine, from the last"
+                "the last run ended inside a step: make a new engine, and resume from the last"
                 " saved state"
             )
         self.window.on_batch = batch_teller(self)
@@ -728,12 +772,13 @@ class TrainingEngine(StepEngine):
     def validate(self) -> dict[str, float]:
         """Evaluate the model on the validation data; returns val_loss and the task's metrics.
 
-        ValueError where the data has no target.
+        ValueError before `setup`, and where the data has no target.
         """
+        check_set_up(self)
         self.callbacks.call("on_validation_start", self)
         self.eval_model.eval()
         loader = self.data.val_dataloader(
-            rank=self.runtime.rank, world_size=self.runtime.world_size
+            rank=self.runtime.data_rank, world_size=self.runtime.data_world_size
         )
         outputs = [self.forward("validation_step", self.eval_model, batch) for batch in loader]
         loss = mean_loss(outputs, runtime=self.runtime, device=self.device)

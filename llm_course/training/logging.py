@@ -15,10 +15,11 @@ from ..checks import check_choice
 
 # %% ../../nbs/17a_logging.ipynb #8f67473d
 class Logger:
-    """Lines for people, on standard error; silent on every rank but the first.
+    """Writes lines for people to standard error; silent on every rank but the first.
 
-    With `file` they are also appended to that file, with the time in front. `level` is the least
-    that is told: "warning" leaves out `info`, and "debug" adds details, to the file alone.
+    With `file`, each line is also appended there, with the time in front. `level` is the lowest
+    that is written: "warning" leaves out `info`, and "debug" adds details, to the file alone.
+    ValueError for another level.
     """
 
     LEVELS = ("debug", "info", "warning")
@@ -30,24 +31,24 @@ class Logger:
         self.level = level
 
     def debug(self, message: str) -> None:
-        """Note a detail that may explain something later."""
+        """Write a detail, to the file alone, that may explain something later."""
         if self.level == "debug":
             self._write(message)
 
     def info(self, message: str) -> None:
-        """Say what is going on."""
+        """Write what is going on."""
         if self.level != "warning":
             self._say(message)
 
     def warning(self, message: str) -> None:
-        """Say what may be wrong."""
+        """Write what may be wrong."""
         self._say(f"warning: {message}")
 
     def _say(self, message: str) -> None:
         if self.rank:
             return
-        with suppress(OSError):  # the terminal may be gone; the run goes on
-            # in one piece, also under `python -u`, where print writes each argument by itself
+        with suppress(OSError):  # the terminal may be gone, and the run goes on
+            # in one call, because under `python -u` print writes line and newline separately
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()
         self._write(message)

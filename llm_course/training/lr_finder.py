@@ -23,9 +23,10 @@ from .engine import Epoch, StepEngine, TrainState
 def running_average(losses: list[float], smoothing: float) -> list[float]:
     """An exponential moving average, corrected for its start at 0.
 
-    Each loss counts `smoothing` times as much as the one after it. Source: Kingma and Ba 2014,
-    section 3.
+    Each loss counts `smoothing` times as much as the one after it. ValueError where `smoothing` is
+    not in [0, 1). Source: Kingma and Ba 2014, section 3.
     """
+    check_numbers("[0, 1)", smoothing=smoothing)
     average = 0.0
     averages = []
     for step, loss in enumerate(losses, start=1):
@@ -35,10 +36,10 @@ def running_average(losses: list[float], smoothing: float) -> list[float]:
 
 
 class LearningRateCurve(NamedTuple):
-    """What a range test measured.
+    """What a learning-rate range test measured.
 
-    `losses[i]` is the loss of the step with the learning rate `rates[i]`, before its update. The
-    last loss may be infinite.
+    `losses[i]` is the loss of the step with learning rate `rates[i]`, before its update. The last
+    loss may be infinite.
     """
 
     rates: list[float]
@@ -48,18 +49,23 @@ class LearningRateCurve(NamedTuple):
     def suggest(self) -> float:
         """A tenth of the rate at which the smoothed loss is lowest.
 
-        ValueError where that is the first or the last rate: the test hasn't seen both sides of it.
+        ValueError where that is the first or the last rate, since the test hasn't seen both sides.
         """
+        if not self.smoothed:
+            raise ValueError("the curve is empty: run find_learning_rate for some steps")
         lowest = self.smoothed.index(min(self.smoothed))
         if lowest in (0, len(self.smoothed) - 1):
             raise ValueError(
-                f"the smoothed loss is lowest at {self.rates[lowest]:.2g}, an end of the test:"
+                f"the smoothed loss is lowest at {self.rates[lowest]:.2g}, where the test ends:"
                 " widen its range"
             )
         return self.rates[lowest] / 10
 
     def plot(self, image: str | Path) -> None:
-        """Draw the losses over the rates, and the suggestion, into a PNG file."""
+        """Draw the losses against the rates, and the suggestion, into a PNG file.
+
+        ValueError as `suggest`.
+        """
         rate = self.suggest()
         least = min(self.losses)
         first = self.smoothed[0]
@@ -81,9 +87,9 @@ class LearningRateCurve(NamedTuple):
 # %% ../../nbs/16b_lr_finder.ipynb #28ce7f5b
 @contextmanager
 def trial(engine: StepEngine) -> Iterator[None]:
-    """Put the engine back where it was when the block ends, however many steps it made.
+    """Put the engine back where it was when the block ends, however many steps it has taken.
 
-    What the task changes in place, such as a list of its own, stays changed.
+    Objects that the task changes in place, such as a list of its own, stay changed.
     """
     state = copy.deepcopy(engine.state_dict())
     task = dict(vars(engine.task))
@@ -96,7 +102,7 @@ def trial(engine: StepEngine) -> Iterator[None]:
 
 
 def training_windows(engine: StepEngine, num_epochs: int) -> Iterator[list[dict[str, Tensor]]]:
-    """The windows of whole epochs, from the engine's present epoch on."""
+    """The windows of `num_epochs` whole epochs, from the engine's current epoch on."""
     size = engine.config.training.gradient_accumulation_steps
     for further in range(num_epochs):
         begin = TrainState(epoch=engine.state.epoch + further)
@@ -105,7 +111,11 @@ def training_windows(engine: StepEngine, num_epochs: int) -> Iterator[list[dict[
 
 
 def set_learning_rate(engine: StepEngine, rate: float) -> None:
-    """Give the largest of the optimizer's groups this rate; the others keep their proportion."""
+    """Give the optimizer's fastest group this learning rate; the others keep their proportion.
+
+    ValueError for a negative rate.
+    """
+    check_numbers("[0, inf)", rate=rate)
     base_rates = engine.scheduler.base_lrs
     for group, base in zip(engine.optimizer.param_groups, base_rates, strict=True):
         group["lr"] = rate * base / max(base_rates)
@@ -119,10 +129,10 @@ def find_learning_rate(
     num_steps: int = 100,
     smoothing: float = 0.9,
 ) -> LearningRateCurve:
-    """Make `num_steps` steps with rising learning rates, then put the engine back where it was.
+    """Take `num_steps` steps with rising learning rates, then put the engine back where it was.
 
     The engine may be new or resumed. The test ends early where the smoothed loss is four times its
-    best, or not finite. No hook is called. ValueError for settings without sense, and with several
+    best, or not finite. No hook is called. ValueError for settings out of range, and with several
     processes. Source: Smith 2015, "Cyclical Learning Rates for Training Neural Networks", section
     3.3.
     """
@@ -132,8 +142,8 @@ def find_learning_rate(
     check_numbers("[0, 1)", smoothing=smoothing)
     if engine.runtime.world_size > 1:
         raise ValueError(
-            "search in one process, with gradient_accumulation_steps times as many: its step is the"
-            " same"
+            "the search runs in one process: multiply training.gradient_accumulation_steps by the"
+            " number of processes, which makes the step the same"
         )
     if not engine.is_set_up:
         engine.setup()
@@ -152,5 +162,5 @@ def find_learning_rate(
                     break
         except FloatingPointError:
             losses.append(math.inf)
-            engine.scaler.update()  # ends the step that was broken off
+            engine.scaler.update()  # ends the interrupted step
     return LearningRateCurve(rates[: len(losses)], losses, running_average(losses, smoothing))

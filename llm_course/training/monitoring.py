@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..checks import check_numbers, check_sizes
 from ..hardware import computes_in_bf16, resolve_device, resolve_precision
 from ..model.decoder import DecoderModel
 from llm_course.model.estimate import (
@@ -39,15 +40,15 @@ from .task import LanguageModelingTask
 
 # %% ../../nbs/17b_monitoring.ipynb #30498c82
 class RandomTokens(BaseDataModule):
-    """Rows of random tokens in the shape of a configuration: what costs as much as real text and is
-    there at once.
+    """Rows of random tokens in the shape of a configuration: as costly as real text, and instant.
 
-    As in a text, the nth most frequent token is drawn 1/n as often as the first, so experts get
-    unequal shares (Zipf 1935). There are `num_batches` training batches, and a third of them, at
-    least one, once more for validation.
+    As in a text, the nth most frequent token is drawn 1/n as often as the first (Zipf 1935), so
+    experts get unequal loads. There are `num_batches` training batches; a third of them, at least
+    one, serve for validation too. ValueError for a `num_batches` below 1.
     """
 
     def __init__(self, config: Config, *, num_batches: int):
+        check_sizes(num_batches=num_batches)
         self.batch_size = config.training.batch_size
         self.vocab_size = config.model.vocab_size or config.data.vocab_size
         self.num_batches = num_batches
@@ -57,7 +58,7 @@ class RandomTokens(BaseDataModule):
 
     def setup(self) -> None:
         T = self.sequence_length
-        # token 0, which may separate documents, is the rarest
+        # token 0, which may separate documents, is the rarest of all
         chances = 1 / torch.arange(self.vocab_size, 0, -1)
         generator = torch.Generator().manual_seed(0)
         ids = chances.multinomial(
@@ -69,14 +70,14 @@ class RandomTokens(BaseDataModule):
 
 # %% ../../nbs/17b_monitoring.ipynb #e30b1eb8
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held since it began; on CUDA the most of its tensors
-    there, and of nothing else.
+    """The most memory, in bytes, that this process has held since it began.
 
-    Elsewhere it is the process in main memory. 0 where the system does not say (Windows).
+    On CUDA that is the memory of its tensors on `device` and nothing else; elsewhere the whole
+    process in main memory. 0 where the system does not say (Windows).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux; what `getrusage` says there begins with the memory of the process that started this one
+    # Linux, where `getrusage` would count the memory of the process that started this one
     try:
         return (
             int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
@@ -93,7 +94,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 # %% ../../nbs/17b_monitoring.ipynb #7be47d81
 class _Clock(Callback):
-    """Notes the seconds of each step, and of each validation by itself."""
+    """Records the seconds of each step, and separately of each validation."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -120,25 +121,24 @@ class _Clock(Callback):
 
 # %% ../../nbs/17b_monitoring.ipynb #eccfef7d
 class StepCost(NamedTuple):
-    """What `measure_step` found."""
+    """What `measure_step` measured."""
 
     seconds: float  # of a training step: its micro-batches, clipping, the optimizer
     validation_row_seconds: float  # of one row of T tokens
-    # what the first step and the first validation took longer: code is loaded, or compiled
+    # the extra time of the first step and the first validation, which load or compile code
     warm_up_seconds: float
-    process_bytes: int  # `peak_memory_bytes`
+    process_bytes: int  # as `peak_memory_bytes` counts them
 
 
 def measure_step(config: Config, *, steps: int = 3) -> StepCost:
-    """What a training step of `config` and a validation row take on this machine: medians of
-    `steps` after a first one.
+    """How long a training step of `config` and a validation row take on this machine.
 
-    One process trains a language model on random tokens, whatever `distributed` and `task` say, and
-    validates two to five times on a third of them. Nothing is written, and the global random state
-    moves on.
+    The times are medians of `steps` steps that follow a first one. One process trains a language
+    model on random tokens, whatever `distributed` and `task` say, and validates two to five times
+    on a third of them. Nothing is written, and the global random state moves on. ValueError for
+    `steps` below 1.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_sizes(steps=steps)
     interval = max((steps + 1) // 3, 1)
     length: dict[str, Any] = dict(
         max_steps=steps + 1, max_epochs=None, max_tokens=None, eval_interval=interval, patience=None
@@ -157,17 +157,17 @@ def measure_step(config: Config, *, steps: int = 3) -> StepCost:
 
 # %% ../../nbs/17b_monitoring.ipynb #1eadacbb
 class PerformanceMonitor(Callback):
-    """Add to the metrics, every `log_interval` steps ("epoch": at the end of each):
-    tokens_per_second, step_seconds, data_seconds, peak_memory_gb; place it first.
+    """Add speed and memory to the metrics every `log_interval` steps; place it first.
 
-    `step_seconds` is the mean time of a step without validation, but with what other callbacks do;
-    `data_seconds` the part of it that was spent waiting for batches. Tokens are targets: masked
-    ones do not count. The first row contains the warm-up.
+    With `log_interval="epoch"` they come at the end of each epoch. `step_seconds` is the mean time
+    of a step, without validation but with the other callbacks; `data_seconds` is the part of it
+    spent waiting for batches. `tokens_per_second` counts targets, so masked tokens are left out,
+    and `peak_memory_gb` is `peak_memory_bytes` in GB. The first row includes the warm-up.
 
-    With `peak_flops` (operations a second, of all processes together) and a `DecoderModel` also
-    `mfu`, the share of the peak that the model's arithmetic reaches. ValueError for a
-    `log_interval` below 1 or a `peak_flops` that is not positive. Source: Chowdhery et al. 2022,
-    appendix B.
+    With `peak_flops` (operations per second, of all processes together) and a `DecoderModel` there
+    is also `mfu`, the share of this peak that the model's arithmetic reaches. ValueError for a
+    `log_interval` below 1 or a `peak_flops` that is not positive and finite. Source: Chowdhery et
+    al. 2022, appendix B.
     """
 
     def __init__(
@@ -176,12 +176,10 @@ class PerformanceMonitor(Callback):
         log_interval: int | Literal["epoch"] = 10,
         peak_flops: float | None = None,
     ):
-        too_often = log_interval != "epoch" and log_interval < 1
-        if too_often or (peak_flops is not None and not peak_flops > 0):
-            raise ValueError(
-                f"log_interval={log_interval} must be at least 1, and peak_flops={peak_flops}"
-                " positive or None"
-            )
+        if log_interval != "epoch":
+            check_sizes(log_interval=log_interval)
+        if peak_flops is not None:
+            check_numbers("(0, inf)", peak_flops=peak_flops)
         self.log_interval = log_interval
         self.peak_flops = peak_flops
         self._flops_per_token = 0.0
@@ -197,7 +195,7 @@ class PerformanceMonitor(Callback):
         self._validation_start = time.perf_counter()
 
     def on_validation_end(self, engine: TrainingEngine, metrics: dict[str, float]) -> None:
-        self._start += time.perf_counter() - self._validation_start  # as if it had taken no time
+        self._start += time.perf_counter() - self._validation_start  # don't count the validation
 
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         if not engine.state.is_due(self.log_interval):
@@ -220,8 +218,9 @@ class PerformanceMonitor(Callback):
 
 # %% ../../nbs/17b_monitoring.ipynb #855927c2
 def _text_rows(config: Config) -> tuple[int, int]:
-    """About how many rows of T tokens the training and the validation text have, from a sample of
-    at most 200 documents.
+    """Roughly how many rows of T tokens the training and the validation text have.
+
+    Extrapolated from a sample of at most 200 documents.
     """
     data = config.data
     corpus = load_corpus(
@@ -229,6 +228,7 @@ def _text_rows(config: Config) -> tuple[int, int]:
         files=data.files,
         datasets=data.datasets,
         field=data.text_field,
+        stories=vars(data.stories),
         num_proc=data.num_proc,
     )
     corpus, _ = clean_corpus(corpus, data.clean)
@@ -252,29 +252,28 @@ class RunEstimate(NamedTuple):
     """What a run will cost."""
 
     parameters: ParameterCount
-    flops: float  # of a token, forward and backward
+    flops: float  # per token, forward and backward
     memory: TrainingMemory  # tensors of one process, in bytes
-    # the most that this process has held since it began; on CUDA of tensors alone
-    process_bytes: int
-    step_seconds: float  # measured, of one process alone and undisturbed: a median
+    process_bytes: int  # as `peak_memory_bytes` counts them
+    step_seconds: float  # the median of one process that has the machine to itself
     steps: int
-    validation_steps: float  # what all validations take, in training steps
-    # by which the first step and the first validation are longer; the compiler's time is in it
-    warm_up_seconds: float = 0.0
+    validation_steps: float  # the time of all validations, counted in training steps
+    warm_up_seconds: float = 0.0  # the extra time of the first step and the first validation
 
     @property
     def seconds(self) -> float:
-        """From the first step to the last; without disturbances, preparing the text, checkpoints
-        and samples.
+        """The time from the first step to the last.
+
+        It leaves out preparing the text, checkpoints, samples and other programs.
         """
         return self.warm_up_seconds + (self.steps + self.validation_steps) * self.step_seconds
 
 # %% ../../nbs/17b_monitoring.ipynb #c87a96fd
 def estimate_run(config: Config) -> RunEstimate:
-    """What training a language model as `config` says will cost on this machine.
+    """What it will cost to train a language model with `config` on this machine.
 
-    Reads the text and takes a few steps on random tokens; writes nothing. With several processes
-    the exchange of gradients is left out, and so is what they take from each other. ValueError or
+    Reads the text and takes a few steps on random tokens; writes nothing. With several processes,
+    it leaves out the exchange of gradients and the competition for one machine. ValueError or
     OSError where the text cannot be read.
     """
     training = config.training
@@ -282,7 +281,9 @@ def estimate_run(config: Config) -> RunEstimate:
     model = dataclasses.replace(
         config.model, vocab_size=config.model.vocab_size or config.data.vocab_size
     )
-    config, world_size = dataclasses.replace(config, model=model), config.distributed.world_size
+    config = dataclasses.replace(config, model=model)
+    world_size = config.distributed.world_size  # processes that read different rows
+    world_size //= config.distributed.group_size(world_size)
     train_rows, val_rows = _text_rows(config)
     steps = planned_steps(config, num_items=train_rows, world_size=world_size)
     device = resolve_device(training.device)
@@ -296,7 +297,7 @@ def estimate_run(config: Config) -> RunEstimate:
         on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
     )
     step = first = measure_step(config)
-    # the first steps of a process are slow; after some seconds it has come to rest
+    # the first steps of a process are slow: measure again, for about four seconds
     if (more := round(4 / step.seconds)) > 3:
         step = measure_step(config, steps=more)
     step_rows = training.batch_size * training.gradient_accumulation_steps * world_size

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..checks import check_dtype, check_numbers, check_sizes
 from ..hardware import computes_in_bf16
 from .config import OptimizationConfig
 
@@ -23,13 +24,20 @@ from .config import OptimizationConfig
 def newton_schulz(
     matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """The nearest (semi-)orthogonal matrix of each matrix, roughly: singular values end between
-    about 0.68 and 1.2.
+    """Roughly the nearest (semi-)orthogonal matrix to each matrix.
 
-    Those below about 1/700 of the matrix's norm end lower, and zero stays zero. matrices (..., M,
-    N), at least two dimensions; returns the same shape and dtype, computed in `dtype`. Source:
-    Jordan et al. 2024, "Muon".
+    Singular values end between about 0.68 and 1.2; those below about 1/700 of the matrix's norm end
+    lower, and zero stays zero. matrices (..., M, N); returns the same shape and dtype, computed in
+    `dtype`. ValueError for fewer than two dimensions and for integers. Source: Jordan et al. 2024,
+    "Muon".
     """
+    check_dtype("matrices", matrices, "floating")
+    check_sizes(0, steps=steps)
+    if matrices.ndim < 2:
+        raise ValueError(
+            f"matrices has shape {tuple(matrices.shape)}, expected (..., M, N): only matrices can"
+            " be orthogonal"
+        )
     x = matrices.to(dtype)
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the products below are then between small squares
@@ -41,8 +49,9 @@ def newton_schulz(
 
 # %% ../../nbs/13a_optim.ipynb #eff83ba6
 def _stacks(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters of one shape together, up to half a million numbers: many small products cost more
-    than one of a stack.
+    """Group parameters of the same shape, up to half a million numbers in a group.
+
+    One batched product is cheaper than many small ones.
     """
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -55,7 +64,7 @@ def _stacks(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _nesterov(parameter: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
-    """The gradient after momentum, looking one step ahead; updates the buffer in `state`."""
+    """The gradient with Nesterov momentum; updates the buffer in `state`."""
     gradient = parameter.grad
     assert gradient is not None
     if not state:
@@ -93,12 +102,13 @@ def _fused_adamw(
 
 # %% ../../nbs/13a_optim.ipynb #d13muon1
 class Muon(Optimizer):
-    """Momentum, orthogonalised, for the groups marked `muon`; AdamW for the others.
+    """Orthogonalised momentum for the parameter groups marked `muon`; AdamW for the others.
 
-    A parameter (..., M, N) of a muon group is a stack of matrices. Each of its steps is scaled by
-    0.2 sqrt(max(M, N)), the size that AdamW's steps have, so its learning rate is a fair place to
-    start. `dtype` is what Newton-Schulz computes in. ValueError for a vector in a muon group.
-    Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is scalable for LLM training".
+    A parameter (..., M, N) of a muon group is a stack of matrices. Each of its updates is scaled by
+    0.2 sqrt(max(M, N)), which gives it the size of an AdamW update, so a learning rate for AdamW is
+    a good start. `dtype` is what Newton-Schulz computes in. ValueError for a vector in a muon
+    group, and for settings out of range. Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is
+    scalable for LLM training".
     """
 
     def __init__(
@@ -113,6 +123,8 @@ class Muon(Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         fused: bool = True,
     ):
+        check_numbers("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay)
+        check_numbers("[0, 1)", beta1=betas[0], beta2=betas[1], momentum=momentum)
         self.dtype = dtype
         settings = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, fused=fused
@@ -170,11 +182,11 @@ class Muon(Optimizer):
 
 # %% ../../nbs/13a_optim.ipynb #d466d15f
 def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
-    """AdamW, or Muon for the matrices inside the model and AdamW for embeddings, a head called
-    `lm_head`, and vectors.
+    """The optimizer that `config` asks for, over the parameters of `model`.
 
-    Decay acts on parameters with two or more dimensions only. ValueError where there is nothing to
-    train, or no matrix for Muon. Source: Loshchilov and Hutter 2019.
+    With `muon`, the matrices inside the model get Muon; embeddings, a head called `lm_head`, and
+    vectors get AdamW. Weight decay acts on parameters with two or more dimensions only. ValueError
+    where there is nothing to train, or no matrix for Muon. Source: Loshchilov and Hutter 2019.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -205,7 +217,7 @@ def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
     )
     if not inner:
         raise ValueError(
-            "optimization.optimizer=muon needs a matrix inside the model, and there is none: take"
+            "optimization.optimizer=muon needs a matrix inside the model, and there is none: use"
             " adamw"
         )
     groups = [
@@ -215,22 +227,25 @@ def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
     ]
     return Muon(
         [group for group in groups if group["params"]],
-        dtype=muon_dtype(inner[0].device),
+        # of a pipeline's stage, the other stages' parameters are on the meta device
+        dtype=muon_dtype(next((p for p in inner if not p.is_meta), inner[0]).device),
         **settings,
     )
 
 
 def muon_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where we know that the hardware multiplies it itself, else float32."""
+    """bfloat16 where the hardware is known to multiply it natively, else float32."""
     return torch.bfloat16 if computes_in_bf16(device) else torch.float32
 
 # %% ../../nbs/13a_optim.ipynb #0f9e8641
 def learning_rate_factor(step: int, config: OptimizationConfig, *, max_steps: int) -> float:
-    """The learning rate at optimizer step `step` (from 0) as a share of the highest.
+    """The learning rate at optimizer step `step` (from 0) as a fraction of the peak.
 
-    Sources: Loshchilov and Hutter 2017 (cosine); Hu et al. 2024, "MiniCPM" (warmup-stable-decay,
-    here with the last 20% decaying).
+    It stays at its last value after `max_steps`. ValueError for a negative step. Sources:
+    Loshchilov and Hutter 2017 (cosine); Hu et al. 2024, "MiniCPM" (warmup-stable-decay, here with
+    the last 20% decaying).
     """
+    check_sizes(0, step=step, max_steps=max_steps)
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
 
@@ -249,5 +264,5 @@ def learning_rate_factor(step: int, config: OptimizationConfig, *, max_steps: in
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizationConfig, *, max_steps: int) -> LambdaLR:
-    """A scheduler whose `step()` is called once for each optimizer step."""
+    """The learning-rate schedule of `config`; call its `step()` after each optimizer step."""
     return LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, max_steps=max_steps))

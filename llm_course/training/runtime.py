@@ -7,6 +7,7 @@ __all__ = ['unwrap', 'seed_everything', 'rng_state', 'set_rng_state', 'Runtime']
 
 # %% ../../nbs/14a_runtime.ipynb #1201daa1
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..checks import check_numbers, check_sizes
 from ..hardware import resolve_device
 
 # %% ../../nbs/14a_runtime.ipynb #dbafe166
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile` and DDP, in any nesting.
+    """The model inside `torch.compile` and DDP, however they are nested.
 
-    Its keys are free of `_orig_mod.` and `module.`.
+    The keys of its state have no `_orig_mod.` or `module.` in front.
     """
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -37,8 +39,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of PyTorch (all devices), NumPy and Python.
 
-    NumPy takes the lowest 32 bits of `seed`.
+    NumPy takes the lowest 32 bits of `seed`. ValueError where that isn't a whole number of 0 or
+    more that 64 bits can hold.
     """
+    check_sizes(0, seed=seed)
+    check_numbers("[0, 18446744073709551616)", seed=seed)  # 2**64
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -47,7 +52,7 @@ def seed_everything(seed: int) -> None:
 def rng_state() -> dict[str, Any]:
     """The state of the global generators of PyTorch (CPU and current GPU), NumPy and Python.
 
-    It consists of tensors, and of values that JSON can hold.
+    It holds only tensors and values that JSON can hold.
     """
     _, numpy_keys, numpy_position, *numpy_gauss = cast(tuple, np.random.get_state(legacy=True))
     version, python_keys, python_gauss = random.getstate()
@@ -78,9 +83,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 # %% ../../nbs/14a_runtime.ipynb #c3724655
 class Runtime:
-    """The processes that train together: here, this one alone.
+    """The processes that train together: here, just this one.
 
-    `DistributedManager` has the same methods for several.
+    `DistributedManager` has the same methods for several processes.
     """
 
     rank = 0
@@ -91,26 +96,48 @@ class Runtime:
         """Whether this process prints and writes for all."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this process reads: another one for each process."""
+        return self.rank
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many parts the data is read; processes that share a model read the same."""
+        return self.world_size
+
+    @property
+    def seed_rank(self) -> int:
+        """Processes of one number draw the same dropout."""
+        return self.rank
+
     def device(self, name: str) -> torch.device:
-        """The device on which this process computes, as `resolve_device` finds it."""
+        """The device that `name` means in this process, as `resolve_device` finds it."""
         return resolve_device(name)
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
-        """Leave each process a share of every parameter, if the strategy says so.
+        """Split the parameters or the computation over the processes, if the strategy says so.
 
-        Called before the optimizer is built.
+        Call it before the optimizer is built. `bf16` says whether they compute in bfloat16.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as it is trained: its backward averages gradients over the processes."""
+        """The model to train with: its backward averages gradients over the processes."""
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager:
-        """A context in which backward does not average gradients yet."""
+        """A context in which backward adds up gradients without averaging them yet."""
         return nullcontext()
 
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Average the gradients that backward has not averaged, once for each optimizer step."""
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Scale the gradients down to `max_norm`; returns their norm before that."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the tensors of all processes."""
+        """The sum of the tensors of all processes, or of one for each part of the data."""
         return tensor
 
     def any(self, flag: bool) -> bool:
@@ -118,15 +145,11 @@ class Runtime:
         return flag
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until every process has called this."""
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank."""
         return [value]
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor that may be spread over the processes."""
-        return tensor
 
     def model_state(self, model: nn.Module) -> dict[str, Tensor]:
         """Parameters and buffers by name, whole on the main process."""

@@ -15,7 +15,8 @@ from .engine import Callback, TrainingEngine
 class GracefulStop(Callback):
     """Turn the first Ctrl-C or SIGTERM into `engine.stop`, the second into KeyboardInterrupt.
 
-    Place it last in the list of callbacks. It works in the main thread only (ValueError elsewhere).
+    Place it last in the list of callbacks. It works in the main thread only; elsewhere the run
+    begins with a ValueError.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,7 +24,7 @@ class GracefulStop(Callback):
     def on_train_start(self, engine: TrainingEngine) -> None:
         def ask_to_stop(number: int, frame: FrameType | None) -> None:
             for either in self.SIGNALS:
-                # who asks again means it: KeyboardInterrupt
+                # a second request means it: KeyboardInterrupt
                 signal.signal(either, signal.default_int_handler)
             engine.stop(signal.Signals(number).name)
 

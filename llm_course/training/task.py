@@ -27,18 +27,18 @@ from .optim import build_optimizer, build_schedule
 class StepOutput(NamedTuple):
     """What a task returns for a batch."""
 
-    loss_sum: Tensor  # scalar: the losses of all targets, added up
-    num_targets: Tensor  # scalar, integer: how many they are
-    # scalar: what is minimised beside the loss, scaled as the sum is; not part of what is reported
+    loss_sum: Tensor  # scalar: the loss summed over all targets
+    num_targets: Tensor  # scalar, integer: how many targets there are
+    # scalar: minimised along with the loss and scaled like it, but not reported
     aux_sum: Tensor | float = 0.0
 
 # %% ../../nbs/13b_task.ipynb #0243ecb4
 class TrainingTask(ABC):
-    """What the engine must know about a learning problem. Subclass it; name the class with `--task
-    package.module:Class`.
+    """What the engine must know about a learning problem.
 
-    `build_model` and `train_step` must be defined: TypeError names those that aren't. `build_data`
-    is needed where the engine isn't given its data.
+    Subclass it, and name the class with `--task package.module:Class`. `build_model` and
+    `train_step` must be defined: a TypeError names those that aren't. `build_data` is needed where
+    the engine isn't given its data.
     """
 
     def __init__(self, config: Config):
@@ -51,7 +51,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def build_model(self, data: BaseDataModule) -> nn.Module:
-        """The model, on the CPU; `data` is set up, so its vocabulary is known."""
+        """The model, on the CPU; `data` has been set up, so its vocabulary is known."""
 
     def build_criterion(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """The loss, *summed* over targets; None where the model computes its loss itself."""
@@ -62,9 +62,7 @@ class TrainingTask(ABC):
         return build_optimizer(model, self.config.optimization)
 
     def build_scheduler(self, optimizer: Optimizer, *, max_steps: int) -> LambdaLR:
-        """The schedule of the configuration, counted in optimizer steps; the run has `max_steps` of
-        them.
-        """
+        """The configured schedule over a run of `max_steps` optimizer steps."""
         return build_schedule(optimizer, self.config.optimization, max_steps=max_steps)
 
     @abstractmethod
@@ -72,22 +70,24 @@ class TrainingTask(ABC):
         """The summed loss of a batch and its number of targets. The engine calls backward."""
 
     def validation_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        """As `train_step`, for a validation batch."""
+        """The same as `train_step`, for a validation batch."""
         return self.train_step(model, batch)
 
     def after_update(  # noqa: B027  # need not be defined
         self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> None:
-        """Changes beside the gradient's, after an optimizer step, such as a router's bias."""
+        """Updates that don't come from the gradient, after each step: a router's bias, say."""
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
-        """Further validation metrics that follow from the mean loss."""
+        """Further validation metrics, by name, derived from the mean loss per target."""
         return {}
 
 # %% ../../nbs/13b_task.ipynb #6eba1997
 class LinearDataModule(BaseDataModule):
-    """Rows x (`num_features` numbers) with y = x w + b + noise, whose best w and b are known in
-    closed form: `solution()`.
+    """Rows x (`num_features` numbers) with y = x w + b + noise.
+
+    The best w and b are known in closed form: `solution()`. Batches have x (B, num_features) and
+    y (B,). ValueError for sizes below 1, and for too few examples to fit.
     """
 
     NOISE = 0.1
@@ -100,11 +100,11 @@ class LinearDataModule(BaseDataModule):
         batch_size: int = 16,
         seed: int = 0,
     ):
-        check_sizes(num_features=num_features)
+        check_sizes(num_examples=num_examples, num_features=num_features, batch_size=batch_size)
         if num_examples < 2 * num_features:
             raise ValueError(
                 f"num_examples={num_examples} must be at least {2 * num_features}: some are held"
-                f" out, and {num_features + 1} numbers are fitted"
+                f" out, and the others must determine {num_features + 1} numbers"
             )
         self.num_examples = num_examples
         self.num_features = num_features
@@ -121,7 +121,10 @@ class LinearDataModule(BaseDataModule):
         self.train_dataset = _Rows(x[num_val:], y[num_val:])
 
     def solution(self) -> Tensor:
-        """w (num_features) and then b that minimise the squared error on the training rows."""
+        """The w and b that minimise the squared error on the training rows: (num_features + 1,).
+
+        Call `setup` first.
+        """
         x = self.train_dataset.x
         y = self.train_dataset.y
         return torch.linalg.lstsq(
@@ -150,8 +153,9 @@ class _Rows:
 
 # %% ../../nbs/13b_task.ipynb #e6048610
 class RegressionTask(TrainingTask):
-    """Fit a line in a few dimensions by the squared error: small enough that the right answer is
-    known. `data.synthetic` has the sizes.
+    """Linear regression by the squared error, so small that the right answer is known.
+
+    `data.synthetic` has the sizes.
     """
 
     def build_data(self) -> LinearDataModule:
@@ -178,7 +182,7 @@ class RegressionTask(TrainingTask):
 class LanguageModelingTask(TrainingTask):
     """Predict the next token: a `DecoderModel` on a `TextDataModule`, cross-entropy in nats.
 
-    Where `data.corpus` names a task of `SyntheticDataModule`, that is the data.
+    Where `data.corpus` names a task of `SyntheticDataModule`, it trains on that instead.
     """
 
     def __init__(self, config: Config):
@@ -219,7 +223,7 @@ class LanguageModelingTask(TrainingTask):
         return StepOutput(output.loss_sum, output.num_targets, output.aux_loss * output.num_targets)
 
     def validation_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        """The cross-entropy alone, whatever else the training minimises."""
+        """The cross-entropy alone, whatever else training minimises."""
         output = self._forward(model, batch)
         return StepOutput(output.loss_sum, output.num_targets)
 
@@ -234,9 +238,7 @@ class LanguageModelingTask(TrainingTask):
         )
 
     def after_update(self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Move the experts' biases towards equal loads, where `optimization.router_bias_rate` asks
-        for it.
-        """
+        """Move the experts' biases towards equal loads, by `optimization.router_bias_rate`."""
         if self._tokens_per_expert is not None:
             counts = sum_over_ranks(self._tokens_per_expert)
             rate = self.config.optimization.router_bias_rate
@@ -244,8 +246,9 @@ class LanguageModelingTask(TrainingTask):
             self._tokens_per_expert = None
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
-        """Bits per byte of a text: nats per token, spread over the token's bytes, in bits.
-        Comparable between tokenizers.
+        """Bits per byte of text: nats per token, divided by its bytes and by ln 2.
+
+        Unlike the loss, it can be compared between tokenizers.
         """
         if not isinstance(data, TextDataModule):
             return {}

@@ -29,7 +29,7 @@ from .sources import load_config
 
 # %% ../../nbs/19b_train_command.ipynb #05d3811a
 def _report_loss(metrics: dict[str, float]) -> None:
-    """Print the last validation loss, where there was a validation."""
+    """Print the last validation loss, if there was a validation."""
     if "val_loss" not in metrics:
         return
     print(f"\nvalidation loss: {metrics['val_loss']:.3f}", end="")
@@ -38,7 +38,7 @@ def _report_loss(metrics: dict[str, float]) -> None:
 
 
 def _show_sample(config: Config) -> None:
-    """Print what the trained model adds to the configured prompt, and how to get more."""
+    """Print the trained model's continuation of the configured prompt, and how to get more."""
     print(f"\n--- a sample that continues {config.logging.sample_prompt!r} ---")
     model, tokenizer = load_run(config.run_dir)
     print_continuation(
@@ -52,8 +52,10 @@ def _show_sample(config: Config) -> None:
 
 # %% ../../nbs/19b_train_command.ipynb #e01208bb
 def main(argv: Sequence[str] | None = None) -> int:
-    """`llm-course train`, and its exit status: 0 when the run has ended by itself, 130 or 143 when
-    a signal has stopped it.
+    """`llm-course train`: train a model as the command line says.
+
+    Returns the exit status: 0 when the run has ended by itself, 130 or 143 when SIGINT or SIGTERM
+    has stopped it. ValueError as `load_config` and `train_worker`.
     """
     config, resume = load_config(sys.argv[1:] if argv is None else argv)
     result = train_worker(config, resume=resume)
@@ -76,13 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def resume_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course resume --run DIR`: finish a run as its own configuration says.
 
-    Further words of `llm-course train` may change the configuration.
+    Further options of `llm-course train` may change the configuration. Returns the exit status.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course resume", description="Go on with an unfinished run.", allow_abbrev=False
     )
     parser.add_argument(
-        "--run", required=True, help="the folder of the run; words of `llm-course train` may follow"
+        "--run",
+        required=True,
+        help="the folder of the run; options of `llm-course train` may follow",
     )
     options, rest = parser.parse_known_args(argv)
     config = Path(options.run, "config.yaml")
@@ -92,7 +96,7 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
 class LLMTrainer:
     """A run from Python: `LLMTrainer(config).train()` does what `llm-course train` does.
 
-    `result` is how the last training ended, None before. ValueError as `train_worker`.
+    `result` says how the last training ended; it is None before. ValueError as `train_worker`.
     """
 
     def __init__(self, config: Config):
@@ -105,16 +109,16 @@ class LLMTrainer:
         return self.result
 
     def generate(self, prompt: str, *, seed: int | None = None, **settings: Any) -> str:
-        """`prompt` and what the newest checkpoint adds to it; `settings` as in `stream_text`."""
+        """`prompt` and the newest checkpoint's continuation; `settings` as in `stream_text`."""
         model, tokenizer = load_run(self.config.run_dir)
         return prompt + "".join(continuation(model, tokenizer, prompt, seed=seed, **settings))
 
 
 class LargeScaleLLMTrainer(LLMTrainer):
-    """An `LLMTrainer` that shares the model out over `world_size` processes.
+    """An `LLMTrainer` that shards the model over `world_size` processes (FSDP).
 
-    It starts them on this machine. Under torchrun, which has started them already, on one machine
-    or on many, leave `world_size` at 1.
+    It starts them on this machine. Under torchrun, which has already started them on one machine or
+    on many, leave `world_size` at 1. ValueError for a `world_size` below 1.
     """
 
     def __init__(self, config: Config, *, world_size: int = 1):

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ...hardware import cpu_multiplies_bf16
 
-LONGEST_PRODUCTS = 512  # keys; beyond, a kernel that never stores the weights is faster
+LONGEST_PRODUCTS = 512  # keys; beyond them a kernel that never stores the weights is faster
 
 # %% ../../../nbs/05d_attention_kernels.ipynb #149facf3
 def _as_bias(mask: Tensor | None, q: Tensor, K: int, S: int) -> Tensor:
-    """The mask as numbers that are added to the scores: 0 where visible, -inf elsewhere.
+    """The mask as a bias that is added to the scores: 0 where visible, -inf elsewhere.
 
-    (1 or B * K, H / K * T, S), in the type of `q`: one block for all where the mask is the same
-    for every text and head.
+    It is (1 or B * K, H / K * T, S), in the type of `q`, with a single block if the mask is the
+    same for all rows of the batch and all heads.
     """
     B, H, T, _ = q.shape
     if mask is None:
@@ -46,14 +46,14 @@ def attention_by_products(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `F.scaled_dot_product_attention` computes, in two batched products.
+    """Compute `F.scaled_dot_product_attention` in two batched matrix products.
 
-    Shapes and arguments are those of PyTorch's function; shared heads are always allowed, whatever
+    Shapes and arguments are those of PyTorch's function; grouped heads are always allowed, whatever
     `enable_gqa` says. `is_causal` expects T = S.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
-    rows = H // K * T  # the query heads that share their keys, one below the other
+    rows = H // K * T  # all queries that share their keys, stacked
     scale = 1 / math.sqrt(D) if scale is None else scale
     if is_causal:
         attn_mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril()
@@ -62,8 +62,8 @@ def attention_by_products(
     k = k.reshape(B * K, S, D)
     v = v.reshape(B * K, S, D)
     with torch.autocast(q.device.type, enabled=False):
-        scores = torch.baddbmm(bias, q, k.mT, alpha=scale)  # rounded once, at the end
-        weights = scores.softmax(dim=-1)  # (B * K, rows, S), inside in float32
+        scores = torch.baddbmm(bias, q, k.mT, alpha=scale)  # rounded only once, at the end
+        weights = scores.softmax(dim=-1)  # (B * K, rows, S), computed in float32
         weights = F.dropout(weights, dropout_p) if dropout_p else weights
         return (weights @ v).view(B, H, T, D)
 
@@ -79,10 +79,10 @@ def attention_of_one_query(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The same for one query (T = 1), as sums that a compiler turns into loops.
+    """Attention of one query (T = 1), as sums that a compiler turns into loops.
 
-    It computes in float32 at least. `is_causal` and `enable_gqa` change nothing: a single query
-    on the last key hides no key, and shared heads are always allowed.
+    It computes in float32 at least. `is_causal` and `enable_gqa` change nothing: a single query,
+    aligned with the last key, sees every key, and grouped heads are always allowed.
     """
     B, H, _, D = q.shape
     K, S = k.shape[1:3]
@@ -103,15 +103,15 @@ def products_are_kept(
 ) -> bool:
     """Whether attention is computed by two products, which keep all weights for backward.
 
-    That is so in training in bfloat16, over at most `LONGEST_PRODUCTS` keys, on a CPU that
-    multiplies bfloat16 itself.
+    It is when training in bfloat16 with at most `LONGEST_PRODUCTS` keys, on a CPU that multiplies
+    bfloat16 itself.
     """
     short = num_keys <= LONGEST_PRODUCTS and dtype == torch.bfloat16 and requires_grad
     return short and device.type == "cpu" and cpu_multiplies_bf16()
 
 
 def fastest_attention(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
-    """PyTorch's function, or one of the two above where it was measured to be faster."""
+    """Choose PyTorch's function, or one of the two above where it was measured to be faster."""
     if q.device.type != "cpu":
         return F.scaled_dot_product_attention
     if q.shape[2] == 1 and torch.compiler.is_compiling():
@@ -136,13 +136,17 @@ def attention_saved_bytes(
     softcap: bool = False,
     on_bf16_cpu: bool = False,
 ) -> int:
-    """What attention keeps of q (B, H, T, D), k and v (B, K, T, D), and its result."""
+    """Bytes that attention keeps for backward: of q (B, H, T, D), k and v (B, K, T, D), its output.
+
+    `width` is the number of bytes per number.
+    """
     N = B * T
-    if softcap:  # written out: the T scores of each query, before and after the tanh, and weights
+    if softcap:  # the formula: each query's T scores, before and after the tanh, and its weights
         return N * (4 * 2 * H * (T + D) + width * H * (T + 2 * D))
-    kept = N * (4 * H + width * 2 * (H + K) * D)  # log-sum-exps; queries, keys, values, result
+    kept = N * (4 * H + width * 2 * (H + K) * D)  # log-sum-exps; queries, keys, values, output
     if sliding_window is not None and sliding_window < T:
-        kept += width * (N * H * D + T * T)  # the result once more, and a mask for the whole batch
+        # the output once more, and one mask for the whole batch
+        kept += width * (N * H * D + T * T)
     if width == 2 and on_bf16_cpu and T <= LONGEST_PRODUCTS:
-        kept += N * H * (width * T - 4)  # two products: the weights instead of log-sum-exps
+        kept += N * H * (width * T - 4)  # two products keep the weights instead of log-sum-exps
     return kept

@@ -22,24 +22,24 @@ def _one_chunk(
     z_loss_coef: float,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of n positions with `target` (n, 1), and its gradient by their logits (n, V).
+    """The summed loss of n positions with `target` (n, 1), and its gradient w.r.t. logits (n, V).
 
-    The logits are those before the cap. Both results are computed in two buffers (n, V): `narrow`,
-    of the type of `h`, which holds the gradient at the end, and `logits`, float32 at least. The two
-    are one tensor where the types are the same.
+    The gradient is taken before the soft cap. Everything is computed in two buffers (n, V):
+    `narrow`, in the type of `h`, which holds the gradient at the end, and `logits`, in float32 at
+    least. If the types are the same, the two are one tensor.
     """
     counts = target != IGNORE_INDEX
     target = target.where(counts, 0)  # any valid index: its loss is not counted
     torch.mm(h, weight.T, out=narrow)  # (n, C) @ (C, V) -> (n, V)
-    logits.copy_(narrow)  # does nothing where they are one
+    logits.copy_(narrow)  # does nothing if they are one tensor
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     d_cap = None
-    if softcap is not None and with_gradient:  # one more table
+    if softcap is not None and with_gradient:  # needs another (n, V)
         d_cap = (logits / softcap).square_().neg_().add_(1)
 
     largest = logits.amax(dim=-1, keepdim=True)  # (n, 1)
-    right = logits.gather(-1, target) - largest  # the label's logit, less the largest
+    right = logits.gather(-1, target) - largest  # the label's logit minus the largest
     powers = logits.sub_(largest).exp_()  # overwrites the logits
     total = powers.sum(dim=-1, keepdim=True)  # (n, 1), between 1 and V
     lse = total.log() + largest
@@ -50,7 +50,9 @@ def _one_chunk(
     if not with_gradient:
         return loss, None
 
-    factor = (1 + 2 * z_loss_coef * lse) / total  # turns the powers into p, and adds the z-loss
+    factor = (
+        1 + 2 * z_loss_coef * lse
+    ) / total  # turns the powers into p, and adds the gradient of the z-loss
     gradient = powers.mul_(factor.where(counts, 0))
     gradient = gradient.scatter_add_(-1, target, -counts.to(gradient.dtype))  # minus one-hot
     if d_cap is not None:
@@ -70,8 +72,8 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss, and its gradients with respect to `hidden` (N, C) and `weight` (V, C).
 
-    A gradient that is not asked for is empty. What this holds at once is what
-    `cross_entropy_saved_bytes` and `cross_entropy_working_bytes` count: change them together.
+    A gradient that is not asked for is empty. `cross_entropy_saved_bytes` and
+    `cross_entropy_working_bytes` count the memory of this function: change them together.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_zeros((), dtype=wide)
@@ -135,8 +137,8 @@ def fused_loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The summed loss, and its gradients with respect to `hidden` (N, C) and `weight` (V, C).
 
-    `labels` is (N,) int64. A gradient that is not asked for is empty. `torch.compile` sees a single
-    operator.
+    `labels` is (N,) int64. A gradient that is not asked for is empty. To `torch.compile` this is a
+    single operator.
     """
     compute = _as_one_operator if torch.compiler.is_compiling() else _loss_and_gradients
     return compute(hidden, weight, labels, softcap, z_loss_coef, chunk_size, for_hidden, for_weight)
@@ -147,7 +149,7 @@ def cross_entropy_saved_bytes(
 ) -> int:
     """Bytes that the loss keeps for backward: the gradients of `hidden` (N, C) and `weight` (V, C).
 
-    `dtype` is the type of the products: under autocast, its type.
+    `dtype` is the type of the products, which is autocast's under autocast.
     """
     return (num_positions + vocab_size) * hidden_size * dtype.itemsize
 
@@ -161,12 +163,12 @@ def cross_entropy_working_bytes(
     chunk_size: int = 512,
     has_softcap: bool = False,
 ) -> int:
-    """Bytes that the loss holds in its forward pass, beside what it keeps for backward."""
+    """Bytes that the loss needs during its forward pass, besides those kept for backward."""
     wide = torch.promote_types(dtype, torch.float32).itemsize
     is_half = dtype.itemsize < wide
     table = min(chunk_size, num_positions) * vocab_size
     matrix = vocab_size * hidden_size
     buffers = table * (wide + is_half * dtype.itemsize)
-    # at the worst moment: the derivative of the cap, or a chunk's gradient before it is added
+    # at the peak: the derivative of the cap, or a chunk's gradient before it is added
     passing = max(has_softcap * wide * table, is_half * dtype.itemsize * matrix)
     return buffers + passing + (wide - dtype.itemsize) * matrix  # summed wide, then converted

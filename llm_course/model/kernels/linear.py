@@ -22,17 +22,18 @@ def _ask_for_mkl_on_amd() -> bool:
 
 @constant_when_compiled
 def parts_pay() -> bool:
-    """Whether MKL, by Intel, multiplies on AMD's processor: it is slow there with few rows."""
+    """Whether Intel's MKL runs on an AMD processor, where it multiplies few rows slowly."""
     return _ask_for_mkl_on_amd()
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x W^T + b for very few rows, where there is a faster way than the library's; else None.
+    """x W^T + b for very few rows if there is a faster way than the library's, else None.
 
-    `x` is (..., C), `weight` (F, C), `bias` (F,) or None; the result is (..., F). Up to 4 rows of
-    float32 are multiplied in gcd(F, 8) parts where `parts_pay`; in a compiled model a single row
-    of any dtype is one loop over the weights. None while gradients are computed, under autocast,
-    on any device but a CPU, and for weights that aren't plain and contiguous.
+    `x` is (..., C), `weight` (F, C), `bias` (F,) or None; the result is (..., F). Where
+    `parts_pay`, up to 4 rows of float32 are multiplied in gcd(F, 8) parts; in a compiled model a
+    single row of any dtype is one loop over the weights. The result is None while gradients are
+    computed, under autocast, on any device other than a CPU, and for weights that aren't plain and
+    contiguous.
     """
     compiling = torch.compiler.is_compiling()
     if torch.is_grad_enabled() or not (compiling or parts_pay()):
@@ -53,7 +54,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 
 def _in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """x W^T as a batch of products, each with some rows of W: (n, C) and (F, C) to (n, F)."""
+    """x W^T as a batch of products, each with a part of W's rows: (n, C) and (F, C) to (n, F)."""
     columns = x.T.expand(parts, -1, -1)  # (parts, C, n), nothing is copied
     y = torch.bmm(weight.view(parts, -1, weight.shape[1]), columns)  # (parts, F / parts, n)
     return y.view(-1, x.shape[0]).T.contiguous()  # (n, F)

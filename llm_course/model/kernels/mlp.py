@@ -14,7 +14,7 @@ from torch import Tensor
 
 # %% ../../../nbs/06b_mlp_kernels.ipynb #5eec9391
 class SwiGLUFunction(torch.autograd.Function):
-    """SiLU(gate) * up, keeping these two for backward, where autograd keeps SiLU(gate) as well."""
+    """SiLU(gate) * up that keeps only these two for backward; autograd keeps SiLU(gate) as well."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -33,7 +33,8 @@ class SwiGLUFunction(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up, all (..., F).
 
-    On a CPU that trains and doesn't compile it is `SwiGLUFunction`; elsewhere the plain product.
+    On a CPU it is `SwiGLUFunction` if both have gradients and nothing is compiled; everywhere else
+    it is the plain product.
     """
     trains = gate.requires_grad and up.requires_grad and gate.dtype == up.dtype
     if trains and gate.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -42,10 +43,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def mlp_saved_vectors(activation: str, *, use_glu: bool) -> int:
-    """How many vectors of F numbers an MLP's activation keeps for backward, for each token.
+    """How many vectors of F numbers an MLP's activation keeps for backward, per token.
 
-    With a gate: gate, up, what `down` reads and, but for SiLU and ReLU, the activated gate.
-    Without: what `down` reads and, but for ReLU, the activation's input.
+    With a gate, these are gate, up, the input of `down` and, except for SiLU and ReLU, the
+    activated gate. Without one, they are the input of `down` and, except for ReLU, the input of the
+    activation.
     """
     if use_glu:
         return 3 + (activation not in ("silu", "relu"))

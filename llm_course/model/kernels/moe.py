@@ -16,11 +16,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 # %% ../../../nbs/07b_moe_kernels.ipynb #27965a16
 def rounded_rows(x: Tensor, size: int) -> int:
-    """How many rows to multiply for a block of `size` rows of `x`: as many, or a few more.
+    """How many rows to multiply for a block of `size` rows of `x`: `size`, or a few more.
 
-    More only in half precision on a CPU, where the library writes machine code for each new shape
-    and keeps it: a multiple of 32 there, and one of eight sizes between a power of two and the
-    next.
+    More are needed only in half precision on a CPU, where the library generates and caches machine
+    code for each new shape. There the size is rounded up to a multiple of 32, and to one of eight
+    sizes between each power of two and the next.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16) or len(x) <= 32:
         return size
@@ -29,15 +29,15 @@ def rounded_rows(x: Tensor, size: int) -> int:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """`x` with rows of zeros appended, up to `rows`; no copy where it has as many."""
+    """`x` with rows of zeros appended up to `rows` rows, or `x` itself if it has that many."""
     return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
 
 
 def _sizes(counts: Tensor, x: Tensor) -> list[int]:
-    """`counts` as numbers; RuntimeError where they do not sum to the rows of `x`."""
+    """`counts` as a list of ints; ValueError if they don't sum to the number of rows of `x`."""
     sizes = counts.tolist()
     if sum(sizes) != len(x) or min(sizes, default=0) < 0:
-        raise RuntimeError(f"the blocks of {sizes} rows must fill the {len(x)} rows of x")
+        raise ValueError(f"the blocks of {sizes} rows must fill the {len(x)} rows of x")
     return sizes
 
 
@@ -45,16 +45,16 @@ def _sizes(counts: Tensor, x: Tensor) -> list[int]:
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Y_e = X_e W_e^T for each expert e: (M, C) to (M, F).
 
-    `x` (M, C) has E blocks of `counts` (E,) rows, `weight` (E, F, C) a matrix for each. The weight
-    may have another type: each matrix is converted to the type of `x` when its turn comes, and no
-    copy of all is made. RuntimeError where the counts do not sum to M.
+    `x` (M, C) has E blocks of `counts` (E,) rows, and `weight` (E, F, C) has a matrix for each. The
+    weight may have another type: each matrix is converted to the type of `x` just before it is
+    used, so that the stack is never copied as a whole. ValueError if the counts don't sum to M.
     """
     sizes = _sizes(counts, x)
     spare = max((rounded_rows(x, size) - size for size in sizes), default=0)
     y = x.new_empty(len(x) + spare, weight.shape[1])
     start = 0
     for size, matrix in zip(sizes, weight, strict=True):
-        # rows after the block come out wrong, until the next block overwrites them
+        # the rows after the block are wrong until the next block overwrites them
         rows = rounded_rows(x, size)
         block = _padded(x[start : start + rows], rows)
         out = y[start : start + rows]
@@ -65,7 +65,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op("llm_course::grouped_outer", mutates_args=())
 def grouped_outer(dy: Tensor, x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW_e = dY_e^T X_e for each expert e: (E, F, C) of `dtype`, zeros for an empty block.
+    """dW_e = dY_e^T X_e for each expert e: (E, F, C) in `dtype`, with zeros for an empty block.
 
     `dy` (M, F) and `x` (M, C) have E blocks of `counts` (E,) rows.
     """
@@ -98,23 +98,24 @@ def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
-def grouped_linear_saved_bytes(num_rows: int, in_features: int, dtype: torch.dtype) -> int:
-    """Bytes that `grouped_linear` keeps for backward, beside the weights: its input (M, C).
+def grouped_linear_saved_bytes(num_rows: int, in_features: int, *, width: int) -> int:
+    """Bytes that `grouped_linear` keeps for backward, besides the weights: its input (M, C).
 
-    Two products of one input, such as gate and up, share it.
+    `width` is the number of bytes per number. Two products that share an input, such as gate and
+    up, keep it once.
     """
-    return num_rows * in_features * dtype.itemsize
+    return num_rows * in_features * width
 
 
 grouped_linear.register_autograd(_linear_backward, setup_context=_save_tensors)
 grouped_outer.register_autograd(_outer_backward, setup_context=_save_tensors)  # second derivatives
 
-# For torch.compile: shapes alone, since the sizes of the blocks are known only after routing.
+# For torch.compile: only the shapes, since the sizes of the blocks are known only after routing.
 grouped_linear.register_fake(lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]))
 grouped_outer.register_fake(
     lambda dy, x, counts, dtype: x.new_empty(counts.shape[0], dy.shape[1], x.shape[1], dtype=dtype)
 )
 
-# For PyTorch's counter: a multiplication and an addition for each row and weight.
+# For PyTorch's FLOP counter: a multiplication and an addition for each row and weight.
 for _operator in (torch.ops.llm_course.grouped_linear, torch.ops.llm_course.grouped_outer):
     register_flop_formula(_operator)(lambda x, other, *_, **__: 2 * x[0] * x[1] * other[1])

@@ -14,12 +14,12 @@ from torch import Tensor
 
 # %% ../../../nbs/04d_normalization_kernels.ipynb #3294f7d0
 def over_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1: (..., C) -> (..., 1)."""
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, which is kept: (..., C) -> (..., 1)."""
     return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMSNorm with its own backward pass: it keeps x and the weight, and computes n again."""
+    """RMSNorm with its own backward pass: it keeps x and the weight, and recomputes n = x / rms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,29 +38,29 @@ class RMSNormFunction(torch.autograd.Function):
         factor = over_rms(wide, ctx.eps)  # (..., 1)
         n = wide * factor
         d_weight = grad * n
-        # (..., 1): the mean of n times its gradient
+        # (..., 1): the mean of n * dL/dn
         mean = (d_weight @ wide_weight)[..., None] / len(weight)
-        # without the component along n, which a norm takes away
+        # the gradient has no component along n, because scaling x doesn't change n
         d_x = torch.addcmul(grad * wide_weight, n, mean, value=-1).mul_(factor)
         return d_x.to(x.dtype), d_weight.reshape(-1, len(weight)).sum(dim=0).to(weight.dtype), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x (..., C) with `weight` (C,), in float32 at least; returns the type of x.
+    """RMSNorm of x (..., C) with `weight` (C,), computed in float32 at least; keeps the type of x.
 
-    On a CPU that trains and doesn't compile it is `RMSNormFunction`; elsewhere PyTorch's own
-    function is the fastest.
+    On a CPU it is `RMSNormFunction` while gradients are computed and nothing is compiled;
+    everywhere else PyTorch's own function is the fastest.
     """
     if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return RMSNormFunction.apply(x, weight, eps)
     wide = torch.promote_types(x.dtype, weight.dtype)
-    # half types: in float32, inside
+    # PyTorch computes half types in float32
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
 def rms_norm_saved_bytes(numbers: int, input_width: int) -> int:
-    """What `RMSNormFunction` keeps for backward of `numbers` inputs of `input_width` bytes each.
+    """Bytes that `RMSNormFunction` keeps for backward, for inputs of `input_width` bytes each.
 
-    It keeps its input as it is, while LayerNorm and autograd keep a float32 copy.
+    It keeps its input unchanged, whereas LayerNorm and autograd keep a float32 copy.
     """
     return numbers * input_width
