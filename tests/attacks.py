@@ -155,7 +155,7 @@ READY = [
     ("the package's function", "causal_mask = package.causal_mask", "ready-made"),
     (
         "the package's function, imported",
-        "from llm_course.model.attention import causal_mask",
+        "from llm_course.model.masks import causal_mask",
         "ready-made",
     ),
     (

@@ -12,18 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_cache import Cache
+from torch import nn
 from torch.testing import assert_close
 
-from llm_course.model.attention import (
-    MultiHeadAttention,
-    attention_weights,
-    causal_mask,
-    document_mask,
-    padding_mask,
-    scaled_dot_product_attention,
-)
+from llm_course.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from llm_course.model.attention_weights import attention_weights
 from llm_course.model.kernels import attention as kernels
-from llm_course.model.rope import RotaryEmbedding
+from llm_course.model.masks import causal_mask, document_mask, padding_mask
+from llm_course.model.rope import RotaryEmbedding, apply_rotary
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sizes = st.integers(1, 7)
@@ -391,6 +387,90 @@ def test_agrees_with_hugging_face(family):
     assert_close(
         ours(x, position_embeddings=turn), theirs(x, turn, additive)[0], atol=1e-5, rtol=1e-4
     )
+
+
+def test_agrees_with_pytorchs_layer_and_its_biases():
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(64, 4, batch_first=True)
+    ours = MultiHeadAttention(64, 4, attention_bias=True)
+    for bias in (theirs.in_proj_bias, theirs.out_proj.bias):
+        nn.init.normal_(bias)  # fresh ones are zero and would hide a mix-up
+    for i, projection in enumerate((ours.q_proj, ours.k_proj, ours.v_proj)):
+        weight = theirs.in_proj_weight.chunk(3)[i]
+        projection.load_state_dict({"weight": weight, "bias": theirs.in_proj_bias.chunk(3)[i]})
+    ours.o_proj.load_state_dict(theirs.out_proj.state_dict())
+    x = torch.randn(2, 10, 64)
+    assert_close(ours(x), theirs(x, x, x, attn_mask=~causal_mask(10))[0])
+
+
+def test_order_enters_by_rotation_and_only_distances_count():
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(32, 2, qk_norm=True)
+    rope = RotaryEmbedding(16)
+    x = torch.randn(1, 6, 32)
+    shuffled = x[:, [3, 0, 4, 2, 1, 5]]  # the last stays where it is, and sees all others
+    assert_close(layer(shuffled)[:, -1], layer(x)[:, -1])
+    turn = rope(torch.arange(6))
+    turned = layer(x, position_embeddings=turn)
+    assert not torch.allclose(
+        layer(shuffled, position_embeddings=turn)[:, -1], turned[:, -1], atol=1e-4
+    )
+    later = rope(torch.arange(6) + 1000)
+    assert_close(layer(x, position_embeddings=later), turned, atol=1e-3, rtol=1e-3)
+
+
+class RotatedLate(MultiHeadAttention):
+    """A planted mistake: it caches the keys before rotation, and turns all of them by the position
+    of the newest token, since it has no other. Without a cache it is right.
+    """
+
+    def forward(self, x, *, position_embeddings=None, mask=None, cache=None):
+        q, k, v = self.project(x)
+        late = position_embeddings
+        if cache is not None:
+            k, v = cache.update(0, k, v)
+            late = [angles[:, -1:].expand(-1, k.shape[2], -1) for angles in position_embeddings]
+        q = apply_rotary(q, *position_embeddings)
+        y = scaled_dot_product_attention(q, apply_rotary(k, *late), v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("layer_class, right", [(MultiHeadAttention, True), (RotatedLate, False)])
+def test_keys_are_cached_after_rotation(layer_class, right):
+    torch.manual_seed(0)
+    layer = layer_class(32, 2)
+    rope = RotaryEmbedding(16)
+    cache = Cache()
+    x = torch.randn(2, 9, 32)
+    full = layer(x, position_embeddings=rope(torch.arange(9)))
+    pieces = [
+        layer(x[:, t : t + 3], position_embeddings=rope(torch.arange(t, t + 3)), cache=cache)
+        for t in (0, 3, 6)
+    ]
+    assert torch.allclose(torch.cat(pieces, dim=1), full, atol=1e-5) == right
+
+
+@pytest.mark.parametrize("softcap", [None, 1e4])
+def test_dropout_keeps_the_mean(softcap):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 4, 256, 8)
+    # with values of 1 the output is the sum of the weights that are left: 1 on average
+    out = scaled_dot_product_attention(q, k, torch.ones_like(k), softcap=softcap, dropout=0.5)
+    assert abs(out.mean() - 1) < 0.02 and out.std() > 0.05
+
+
+def test_the_best_loss_where_nothing_repeats_yet():
+    """What the page on attention says of its texts: 32 words in random order, which start again
+    after 6 to 16. The best that a model without the future can do the first time is 3.17 nats.
+    """
+    costs = []
+    for period in range(6, 17):
+        for seen in range(1, period + 1):
+            # that the text starts again here, if it has not yet; else one of the words left
+            chance = 1 / (17 - seen) if seen >= 6 else 0.0
+            right = chance if seen == period else (1 - chance) / (32 - seen)
+            costs.append(-math.log(right))
+    assert round(sum(costs) / len(costs), 2) == 3.17
 
 
 def test_dropout_acts_in_training_only():

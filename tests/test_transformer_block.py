@@ -16,8 +16,8 @@ from plain_cache import Cache
 from torch import nn
 from torch.testing import assert_close
 
-from llm_course.model.attention import causal_mask, padding_mask
 from llm_course.model.config import ModelConfig
+from llm_course.model.masks import causal_mask, padding_mask
 from llm_course.model.mlp import MLP
 from llm_course.model.moe import MoE
 from llm_course.model.normalization import LayerNorm, RMSNorm

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_dtype, check_sizes
-from .attention import KeyValueCache, document_mask, padding_mask
+from .attention import KeyValueCache
 from llm_course.model.config import (
     ModelConfig,  # documented place
 )
 from .cross_entropy import linear_cross_entropy
 from .embedding import EmbeddingLayer
 from .linear import Linear
+from .masks import document_mask, padding_mask
 from .moe import Router, RouterStats
 from .mtp import MultiTokenPrediction, further_loss, further_rows
 from .rope import RotaryEmbedding

@@ -1,0 +1,322 @@
+"""What the pages of attention draw, and the small model's training that they watch."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor, nn
+
+from llm_course.model.attention import MultiHeadAttention
+from llm_course.model.attention_weights import attention_weights
+
+WORDS = tuple(
+    "we sat by the river bank and watched two old men mend their red boats while her young "
+    "brother threw flat stones into cold clear water until it grew dark outside again".split()
+)
+
+
+def ids_of(text: str) -> Tensor:
+    """The words of `text` as a batch of one: (1, T)."""
+    return torch.tensor([[WORDS.index(word) for word in text.split()]])
+
+
+def text_of(ids: Tensor) -> str:
+    return " ".join(WORDS[i] for i in ids.flatten().tolist())
+
+
+# ---------------------------------------------------------------------------------------- pictures
+
+
+def draw_meanings(before: Sequence[float], after: Mapping[str, Sequence[float]]) -> None:
+    """An arrow from one vector to each of those that it becomes, in the plane of two meanings."""
+    start = (float(before[0]), float(before[1]))
+    plt.figure(figsize=(4, 3.4))
+    plt.plot(*start, "o", color="tab:gray")
+    plt.annotate("bank, alone", start, (7, 7), textcoords="offset points")
+    for (name, vector), color in zip(after.items(), ("tab:blue", "tab:orange"), strict=True):
+        end = (float(vector[0]), float(vector[1]))
+        plt.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color})
+        plt.plot(*end, "o", color=color)
+        away = 9 if end[1] > start[1] else -17
+        plt.annotate(name, end, (-28, away), textcoords="offset points")
+    plt.xlabel("water")
+    plt.ylabel("money")
+    plt.xlim(-0.5, 8.5)
+    plt.ylim(-0.5, 8.5)
+    plt.title("One word, two sentences")
+    plt.show()
+
+
+def draw_map(
+    ax: Axes, weights: Tensor, words: Sequence[str] = (), *, numbers: bool = False
+) -> None:
+    """An attention map (T, S): a row for each query, a column for each key."""
+    ax.imshow(weights, cmap="Blues", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
+    ax.set_xlabel("key")
+    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    if words:
+        ax.set_xticks(range(len(words)), words, rotation=90, fontsize=8)
+        ax.set_yticks(range(len(words)), words, fontsize=8)
+    if numbers:
+        for t, row in enumerate(weights.tolist()):
+            for s, weight in enumerate(row):
+                ax.text(s, t, f"{weight:.3f}", ha="center", va="center", fontsize=8)
+
+
+def show_maps(
+    title: str,
+    maps: Mapping[str, Tensor],
+    words: Sequence[str] = (),
+    *,
+    numbers: bool = False,
+    labels: tuple[str, str] = ("query", "key"),
+    height: float = 2.5,
+) -> None:
+    """Several maps side by side."""
+    width = min(3.2 * len(maps), 8)
+    fig, axes = plt.subplots(1, len(maps), figsize=(width, height), squeeze=False)
+    for ax, (name, weights) in zip(axes[0], maps.items(), strict=True):
+        draw_map(ax, weights, words, numbers=numbers)
+        ax.set_title(name, fontsize=9)
+        ax.set_xlabel(labels[1])
+    axes[0, 0].set_ylabel(labels[0])
+    fig.suptitle(title, fontsize=11)
+    fig.tight_layout()
+    plt.show()
+
+
+def show_curves(
+    title: str,
+    x: Sequence[float] | Tensor,
+    lines: Mapping[str, Sequence[float] | Tensor],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: str = "",
+) -> None:
+    """Lines over `x`; `log` names the axes with powers of two: "", "x" or "xy"."""
+    plt.figure(figsize=(6, 2.6))
+    for (name, y), style in zip(lines.items(), ("-", "--", "-.", ":"), strict=False):
+        plt.plot(x, y, style, label=name)
+    if "x" in log:
+        plt.xscale("log", base=2)
+    if "y" in log:
+        plt.yscale("log", base=2)
+    plt.xlabel(xlabel)
+    plt.ylabel(ylabel)
+    plt.legend(fontsize=8)
+    plt.title(title)
+    plt.show()
+
+
+def keys_read(scores: Tensor) -> float:
+    """How many keys a query reads on average: the exponential of the entropy of its weights."""
+    entropy = torch.special.entr(scores.softmax(-1)).sum(-1)  # entr(p) is -p log p
+    return entropy.exp().mean().item()
+
+
+def who_reads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """bool (H, K): which query heads notice a change of the values of each key/value head."""
+    before = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    columns = []
+    for head in range(k.shape[1]):
+        changed = v.clone()
+        changed[:, head] += 1
+        after = F.scaled_dot_product_attention(q, k, changed, enable_gqa=True)
+        columns.append((after - before).abs().amax((0, 2, 3)) > 0.5)
+    return torch.stack(columns, dim=1)
+
+
+def pytorchs_layer(ours: MultiHeadAttention) -> nn.MultiheadAttention:
+    """PyTorch's own layer with the weights of `ours`; it keeps the three input maps in one."""
+    theirs = nn.MultiheadAttention(ours.hidden_size, ours.num_heads, bias=False, batch_first=True)
+    projections = (ours.q_proj, ours.k_proj, ours.v_proj)
+    weights = torch.cat([projection.weight for projection in projections])
+    theirs.load_state_dict({"in_proj_weight": weights, "out_proj.weight": ours.o_proj.weight})
+    return theirs
+
+
+def llama_attention(**sizes: int) -> Any:
+    """Hugging Face's attention layer of a fresh Llama."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    options: dict[str, Any] = {"attn_implementation": "sdpa", **sizes}
+    return LlamaAttention(LlamaConfig(**options), layer_idx=0)
+
+
+# ------------------------------------------------------------------------------ a model that copies
+
+
+@dataclass
+class Training:
+    """What was recorded while a model trained."""
+
+    first: list[float] = field(default_factory=list)  # loss on each first period, by step
+    repeats: list[float] = field(default_factory=list)  # loss on the repeats, by step
+    maps: dict[int, list[Tensor]] = field(default_factory=dict)  # by step: a layer's (H, T, T)
+
+
+def repeated(
+    batch: int, generator: torch.Generator, shortest: int = 6, longest: int = 16, T: int = 32
+) -> tuple[Tensor, Tensor]:
+    """Words in random order, repeated after a random period: ids (B, T) and periods (B, 1)."""
+    order = torch.rand(batch, len(WORDS), generator=generator).argsort(-1)
+    period = torch.randint(shortest, longest + 1, (batch, 1), generator=generator)
+    return order.gather(1, torch.arange(T) % period), period
+
+
+@torch.no_grad()
+def attention_maps(model: Any, ids: Tensor) -> list[Tensor]:
+    """The weights of each layer of a `Copier`: (B, H, T, T)."""
+    x = model.embed(ids)
+    turn = model.rope(torch.arange(ids.shape[1]))
+    maps = []
+    for norm, layer in zip(model.norms, model.layers, strict=False):
+        q, k, _ = layer.project(norm(x), turn)
+        maps.append(attention_weights(q, k, is_causal=True))
+        x = x + layer(norm(x), position_embeddings=turn)
+    return maps
+
+
+def token_losses(model: Any, ids: Tensor) -> Tensor:
+    """The cross-entropy of each next token: (B, T - 1)."""
+    return F.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def train(model: Any, *, steps: int = 250, batch: int = 32, watch: str | None = None) -> Training:
+    """Teach `model` to predict repeated words, and look at its maps of a text every ten steps."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    seen = Training()
+    for step in range(steps + 1):
+        if watch is not None and step % 10 == 0:
+            seen.maps[step] = [weights[0] for weights in attention_maps(model, ids_of(watch))]
+        ids, period = repeated(batch, generator)
+        losses = token_losses(model, ids)
+        repeats = torch.arange(1, ids.shape[1]) > period  # the word before has been seen before
+        seen.first.append(losses[~repeats].mean().item())
+        seen.repeats.append(losses[repeats].mean().item())
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        # all but the last target: even without a mask there is nothing to its right to copy
+        losses[:, :-1].mean().backward()
+        optimizer.step()
+    return seen
+
+
+def find_heads(model: Any, text: str) -> dict[str, tuple[int, int]]:
+    """The head of layer 1 that reads the previous word, and the one of layer 2 that reads the word
+    after an earlier copy, in a text that was said twice; as (layer, head), counted from 1.
+    """
+    ids = ids_of(text)
+    first, second = (weights[0] for weights in attention_maps(model, ids))
+    period = ids.shape[1] // 2
+    before = first.diagonal(-1, 1, 2).mean(-1)  # (H,)
+    after = second.diagonal(1 - period, 1, 2)[:, 1:].mean(-1)  # queries of the second time
+    assert before.max() > 0.4 and after.max() > 0.4, (before, after)
+    return {
+        "word before": (1, int(before.argmax()) + 1),
+        "after my copy": (2, int(after.argmax()) + 1),
+    }
+
+
+@torch.no_grad()
+def loss_without(model: Any, heads: Sequence[tuple[int, int]] = ()) -> float:
+    """The loss on the repeats of a hundred fresh texts, with these heads, (layer, head), silenced:
+    `o_proj` is zero where it would read them.
+    """
+    model = copy.deepcopy(model)
+    for layer, head in heads:
+        attention = model.layers[layer - 1]
+        weight = attention.o_proj.weight  # (C, H * D)
+        weight.view(len(weight), attention.num_heads, -1)[:, head - 1] = 0
+    ids, _ = repeated(100, torch.Generator().manual_seed(1), shortest=12, longest=12, T=24)
+    return token_losses(model, ids)[:, 12:].mean().item()
+
+
+@torch.no_grad()
+def continue_text(model: Any, text: str, words: int) -> str:
+    """The most likely next word, so many times."""
+    ids = ids_of(text)
+    for _ in range(words):
+        ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
+    return text_of(ids[:, -words:])
+
+
+@torch.no_grad()
+def share_right(model: Any) -> float:
+    """How many of ten words are right that continue a text of 14, of which 12 are new."""
+    generator = torch.Generator().manual_seed(2)
+    ids, _ = repeated(200, generator, shortest=12, longest=12, T=24)
+    text = ids[:, :14]
+    for _ in range(10):
+        text = torch.cat((text, model(text)[:, -1:].argmax(-1)), dim=1)
+    return (text[:, 14:] == ids[:, 14:]).float().mean().item()
+
+
+def show_losses(runs: Mapping[str, Training]) -> None:
+    """The loss of each run on the repeats, and of the first one where nothing can be predicted."""
+    lines: dict[str, Sequence[float]] = {
+        f"repeats, {name}": run.repeats for name, run in runs.items()
+    }
+    name, run = next(iter(runs.items()))
+    lines[f"first time, {name}"] = run.first
+    show_curves(
+        "Loss while they learn", range(len(run.first)), lines, "training step", "loss (nats)"
+    )
+
+
+def show_head(training: Training, step: int, layer: int, head: int, text: str) -> None:
+    """How far the loss had fallen at a step of the training, and where a head looked then."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), width_ratios=[1, 1.3])
+    left.plot(training.repeats, color="tab:gray", lw=1)
+    left.plot(step, training.repeats[step], "o", color="tab:blue")
+    left.set_xlabel("training step")
+    left.set_ylabel("loss on the repeats (nats)")
+    draw_map(right, training.maps[step][layer - 1][head - 1], text.split())
+    right.set_ylabel("query")
+    right.set_title(f"layer {layer}, head {head}, after {step} steps", fontsize=10)
+    fig.tight_layout()
+    plt.show()
+
+
+def show_leak(runs: Mapping[str, tuple[Any, Training]]) -> None:
+    """For each model, its last loss where nothing can be predicted, and how well it writes."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(6, 2.4))
+    colors = ["tab:blue", "tab:orange"]
+    left.bar(list(runs), [training.first[-1] for _, training in runs.values()], color=colors)
+    left.set_ylabel("training loss,\nfirst time (nats)")
+    right.bar(list(runs), [share_right(model) for model, _ in runs.values()], color=colors)
+    right.set_ylabel("share right\nwhen it writes")
+    fig.suptitle("Without the mask: a perfect loss, and no language model")
+    fig.tight_layout()
+    plt.show()
+
+
+def show_film(
+    training: Training, steps: Sequence[int], heads: Mapping[str, tuple[int, int]], text: str
+) -> None:
+    """A row of maps for each head, given as (layer, head), at some steps of the training."""
+    fig, axes = plt.subplots(len(heads), len(steps), figsize=(8, 2.4 * len(heads)), squeeze=False)
+    for row, (name, (layer, head)) in zip(axes, heads.items(), strict=True):
+        for ax, step in zip(row, steps, strict=True):
+            draw_map(ax, training.maps[step][layer - 1][head - 1])
+            ax.set_title(f"step {step}, loss {training.repeats[step]:.1f}", fontsize=9)
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.set_xlabel("")
+        row[0].set_ylabel(f"{name}\nquery", fontsize=9)
+    for ax in axes[-1]:
+        ax.set_xlabel("key")
+    fig.suptitle(f"{text!r}, read by two heads while they learn", fontsize=10)
+    fig.tight_layout()
+    plt.show()
