@@ -19,7 +19,8 @@ from tqdm.auto import tqdm
 
 from ..checks import check_choice, check_numbers, check_sizes
 from ..files import write_text
-from .engine import Callback, TrainingEngine, follow_schedule
+from .engine import Callback, TrainingEngine
+from .state import follow_schedule
 from .runtime import rng_state, set_rng_state
 
 if TYPE_CHECKING:
