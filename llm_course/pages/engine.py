@@ -160,9 +160,9 @@ class Record(Callback):
 
 
 class StopAt(Callback):
-    """Asks for the end of the run after a step."""
+    """Asks for the end of the run after a step, or never."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: int | None):
         self.step = step
 
     def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def show_windows(counts: Sequence[int], size: int) -> None:
     plt.xlabel("micro-batch of 2 paragraphs")
     plt.ylabel("targets")
     plt.ylim(0, 1.7 * max(counts))
-    plt.legend(fontsize=8, ncols=3, loc="upper center")
+    plt.legend(fontsize=7, ncols=3, loc="upper center")
     plt.title("Micro-batches are unequal, and the last window may be short")
     plt.show()
 
@@ -232,7 +232,7 @@ def show_strange(curves: Mapping[str, Sequence[float]]) -> None:
     plt.xlabel("optimizer step")
     plt.ylabel("validation loss")
     plt.legend(fontsize=8)
-    plt.title("One strange batch of 25, with and without clipping")
+    plt.title("One strange batch in 24, with and without clipping")
     plt.show()
 
 
