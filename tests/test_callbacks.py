@@ -29,7 +29,8 @@ from llm_course.training.callbacks import (
     read_metrics,
 )
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
-from llm_course.training.engine import Callback, TrainingEngine, batch_teller
+from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.hooks import batch_teller
 from llm_course.training.lr_finder import LearningRateCurve, find_learning_rate, trial
 from llm_course.training.monitoring import PerformanceMonitor
 from llm_course.training.task import LanguageModelingTask, RegressionTask

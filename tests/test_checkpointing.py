@@ -35,9 +35,10 @@ from llm_course.training.checkpointing import (
     verify,
 )
 from llm_course.training.config import Config, TrainingConfig
-from llm_course.training.engine import Callback, TrainingEngine, TrainState
+from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.logging import Logger
 from llm_course.training.signals import GracefulStop
+from llm_course.training.state import TrainState
 from llm_course.training.task import RegressionTask
 from llm_course.training.train import main
 

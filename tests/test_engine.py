@@ -23,20 +23,14 @@ from torch.utils.data import DataLoader
 from llm_course.model.config import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import CheckpointConfig, Config, OptimizationConfig, TrainingConfig
-from llm_course.training.engine import (
-    Callback,
-    CallbackList,
-    Epoch,
-    MixedPrecision,
-    StepEngine,
-    TrainingEngine,
-    TrainState,
-    group_micro_batches,
-    mean_loss,
-    planned_steps,
-)
+from llm_course.training.engine import Callback, StepEngine, TrainingEngine, mean_loss
+from llm_course.training.epoch import Epoch, planned_steps
+from llm_course.training.hooks import CallbackList
+from llm_course.training.precision import MixedPrecision
 from llm_course.training.runtime import Runtime
+from llm_course.training.state import TrainState
 from llm_course.training.task import LanguageModelingTask, RegressionTask, StepOutput, TrainingTask
+from llm_course.training.window import group_micro_batches
 
 NO_LIMIT = 1e9
 

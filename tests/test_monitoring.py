@@ -20,7 +20,7 @@ from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
 from llm_course.training import monitoring
 from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
-from llm_course.training.engine import TrainingEngine, TrainState
+from llm_course.training.engine import TrainingEngine
 from llm_course.training.logging import Logger
 from llm_course.training.monitoring import (
     PerformanceMonitor,
@@ -30,6 +30,7 @@ from llm_course.training.monitoring import (
     measure_step,
     peak_memory_bytes,
 )
+from llm_course.training.state import TrainState
 from llm_course.training.task import LanguageModelingTask
 
 SMALL = dict(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, max_position_embeddings=64)

@@ -19,8 +19,9 @@ from tqdm.auto import tqdm
 
 from ..checks import check_choice, check_numbers, check_sizes
 from ..files import write_text
-from .engine import Callback, TrainingEngine, follow_schedule
+from .engine import Callback, TrainingEngine
 from .runtime import rng_state, set_rng_state
+from .state import follow_schedule
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..checks import check_numbers, check_sizes
 from .callbacks import draw_lines
-from .engine import Epoch, StepEngine, TrainState
+from .engine import StepEngine
+from .epoch import Epoch
+from .state import TrainState
 
 # %% ../../nbs/16b_lr_finder.ipynb #321bbd52
 def running_average(losses: list[float], smoothing: float) -> list[float]:

@@ -34,7 +34,8 @@ from ..text.corpus import load_corpus, split_documents
 from ..text.data import BaseDataModule
 from ..text.tokenization import BPETokenizer
 from .config import Config
-from .engine import Callback, TrainingEngine, planned_steps
+from .engine import Callback, TrainingEngine
+from .epoch import planned_steps
 from .logging import Logger  # noqa: F401  # documented place
 from .task import LanguageModelingTask
 
