@@ -86,8 +86,18 @@ def translate_cell(cell: dict) -> None:
     cell["source"] = re.sub(r"(?m)^(#\||# NBVAL_).*\n?", "", source).strip("\n")
 
 
-def translate_notebook(app: Sphinx, docname: str, source: list[str]) -> None:
+def show_folder(link: re.Match, home: Path) -> str:
+    """A link to a folder leads to it in the repository, since the site has no list of files."""
+    folder = (home / link[1]).resolve()
+    if not folder.is_dir():
+        return link[0]
+    return f"]({REPOSITORY}/tree/{SETTINGS['branch']}/{folder.relative_to(ROOT).as_posix()})"
+
+
+def translate(app: Sphinx, docname: str, source: list[str]) -> None:
     if not docname.startswith("nbs/"):
+        home = (ROOT / docname).parent
+        source[0] = re.sub(r"\]\(([\w./-]+)\)", lambda link: show_folder(link, home), source[0])
         return
     notebook = json.loads(source[0])
     for cell in notebook["cells"]:
@@ -109,5 +119,5 @@ def translate_docstring(
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", translate_notebook)
+    app.connect("source-read", translate)
     app.connect("autodoc-process-docstring", translate_docstring, priority=400)  # before napoleon

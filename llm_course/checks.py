@@ -154,9 +154,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):
-        return (
-            value.encode().decode()
-        )  # subclasses such as NumPy's strings and enums become plain, too
+        return value.encode().decode()  # NumPy's strings and enums become plain, too
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, dict):

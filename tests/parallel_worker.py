@@ -34,6 +34,20 @@ OLD_FASHIONED = dict(
     attention_bias=True,
     z_loss_coef=1e-3,
 )
+# what the newer families have
+NEWER = dict(
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    norm_position="sandwich",
+    sliding_window=4,
+    layer_types=["sliding_attention", "full_attention"],
+    sliding_rope_theta=1e3,
+    partial_rotary_factor=0.5,
+    embedding_scale=4.0,
+    residual_multiplier=0.5,
+    logits_scaling=2.0,
+)
 
 
 class DocumentTask(worker.GradientTask):
@@ -221,6 +235,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         once = dict(task=worker.GradientTask, max_steps=1, eval_interval=1, max_grad_norm=1e9)
         found[f"{strategy} gradient"] = compare(runtime, GROUPED, **once)
         found[f"{strategy} old-fashioned"] = compare(runtime, OLD_FASHIONED, **once)
+        found[f"{strategy} newer"] = compare(runtime, NEWER, **once)
         accumulated = dict(gradient_accumulation_steps=2, activation_checkpointing=True)
         found[f"{strategy} accumulated"] = compare(runtime, GROUPED, **once, **accumulated)
         found[f"{strategy} trained"] = compare(runtime, GROUPED)

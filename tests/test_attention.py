@@ -22,8 +22,8 @@ from llm_course.model.attention import (
     padding_mask,
     scaled_dot_product_attention,
 )
-from llm_course.model.embedding import RotaryEmbedding
 from llm_course.model.kernels import attention as kernels
+from llm_course.model.rope import RotaryEmbedding
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sizes = st.integers(1, 7)

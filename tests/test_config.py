@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llm_course.checks import type_in_words
 from llm_course.model.config import ModelConfig
-from llm_course.model.embedding import RopeScaling
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.training import config as config_module
 from llm_course.training import sources
 from llm_course.training.config import (
@@ -783,7 +783,7 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: cubic, factor: 2}}",
         {},
-        "rope_scaling.rope_type=cubic must be linear or llama3",
+        "rope_scaling.rope_type=cubic must be linear or dynamic or llama3",
     ),
     (
         [],
@@ -798,7 +798,7 @@ REFUSED = [
         [],
         "model: {rope_scaling: {rope_type: linear, factor: 0.5}}",
         {},
-        "model.rope_scaling.factor=0.5 must be a finite",
+        "model.rope_scaling.factor=0.5 must be finite and at least 1",
     ),
     (
         [],

@@ -24,8 +24,8 @@ from llm_course.model import decoder
 from llm_course.model.cache import KVCache
 from llm_course.model.config import PRESETS, ModelConfig
 from llm_course.model.decoder import DecoderModel, with_both_names
-from llm_course.model.embedding import RopeScaling
 from llm_course.model.mtp import further_rows
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.text.batches import IGNORE_INDEX, shift
 from llm_course.training.sources import load_config
 
@@ -106,18 +106,18 @@ def gradients(model, **batch):
         (dict(dropout=1.0), "dropout=1.0 must be at least 0 and below 1"),
         (dict(dropout=math.nan), "dropout=nan"),
         (dict(attention_scale=0.0), "attention_scale=0.0"),
-        (dict(z_loss_coef=1e-60), "z_loss_coef=1e-60 must be a number that float32 holds"),
+        (dict(z_loss_coef=1e-60), "z_loss_coef=1e-60 must be representable in float32"),
         (dict(final_logit_softcapping=-3.0), "final_logit_softcapping=-3.0"),
         (dict(hidden_size=2**63), "hidden_size=9223372036854775808 must be below"),
         (dict(hidden_size=10**400), "hidden_size: int too large"),
         (dict(embedding_scale=10**400), "embedding_scale: int too large"),
         (
             dict(rms_norm_eps=1e-60),
-            "rms_norm_eps=1e-60 must be a number that float32 holds",
+            "rms_norm_eps=1e-60 must be representable in float32",
         ),
         (
             dict(rope_theta=1e39),
-            "rope_theta=1e[+]39 must be a number that float32 holds",
+            "rope_theta=1e[+]39 must be representable in float32",
         ),
         (dict(use_glu="false"), "use_glu='false' must be true or false"),
         (dict(attention_out_bias=1), "attention_out_bias=1 must be true or false or null"),
@@ -341,7 +341,7 @@ def test_an_empty_batch_has_no_loss_and_zero_gradients(style):
         (dict(input_ids=tokens(5)), r"\(5,\), expected \(B, T\)"),
         (
             dict(input_ids=tokens(2, 5).float()),
-            "input_ids is torch.float32, expected a tensor of whole numbers",
+            "input_ids has dtype torch.float32, expected int64 or int32",
         ),
         (dict(input_ids=[[1, 2]]), "input_ids is a list, expected a tensor"),
         (dict(input_ids=None), "input_ids is a NoneType, expected a tensor"),

@@ -17,7 +17,6 @@ from torch.testing import assert_close
 
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.model.embedding import RopeScaling
 from llm_course.model.generation import generate
 from llm_course.model.gguf import (
     ENCODINGS,
@@ -30,6 +29,7 @@ from llm_course.model.gguf import (
     save_gguf,
     to_pairs,
 )
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.text.tokenization import CHAT_TOKENS, SPECIAL_TOKENS, BPETokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"

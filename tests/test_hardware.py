@@ -10,6 +10,7 @@ import torch
 from llm_course import hardware
 from llm_course.hardware import (
     computes_in_bf16,
+    container_limit,
     cpu_is_amd,
     cpu_multiplies_bf16,
     matmul_flops,
@@ -126,6 +127,61 @@ def test_importing_asks_no_processor():
         "import llm_course.hardware\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------- the memory of a container
+
+
+@pytest.mark.parametrize(
+    "files, limit",
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "1000\n"}, 1000),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "3000",
+                "sys/fs/cgroup/a/memory.max": "2000",
+                "sys/fs/cgroup/memory.max": "max",
+            },
+            2000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/1\n0::/",
+                "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "4000\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            4000,
+        ),
+        (
+            {  # a namespace: the path is one of outside, and the limit lies at the root
+                "proc/self/cgroup": "4:memory:/docker/1",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000",
+            },
+            5000,
+        ),
+        ({"proc/self/cgroup": "nonsense", "sys/fs/cgroup/memory.max": "1"}, None),
+    ],
+)
+def test_the_limit_of_a_container(files, limit, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert container_limit(tmp_path) == limit
+
+
+def test_a_container_bounds_the_main_memory(monkeypatch):
+    cpu = torch.device("cpu")
+    there = memory_bytes(cpu)
+    for limit, expected in ((None, max(there, 1)), (5, 5), (2**62, there)):
+        monkeypatch.setattr(hardware, "container_limit", lambda limit=limit: limit)
+        found = memory_bytes(cpu)
+        assert found == expected or limit is None and found >= there
+    monkeypatch.delattr(hardware.os, "sysconf", raising=False)  # as on Windows
+    assert memory_bytes(cpu) == 2**62
 
 
 def test_what_is_no_device_and_no_size_is_refused():

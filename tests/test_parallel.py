@@ -65,7 +65,7 @@ def check_rows(rows, *, rel):
         assert row == pytest.approx(other, rel=rel)
 
 
-@pytest.mark.parametrize("kind", ["gradient", "old-fashioned", "accumulated", "documents"])
+@pytest.mark.parametrize("kind", ["gradient", "old-fashioned", "newer", "accumulated", "documents"])
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
 def test_two_ranks_give_the_gradient_of_one_process(two_ranks, strategy, kind):
     found = two_ranks[f"{strategy} {kind}"]
@@ -203,6 +203,13 @@ def divided(strategy: str, size: int | None = None, **parts) -> Config:
 def test_what_cannot_be_divided_is_refused(strategy, parts, message):
     with pytest.raises(ValueError, match=message):
         divided(strategy, **parts)
+
+
+def test_a_norm_over_all_heads_is_refused_where_heads_are_divided():
+    model = ModelConfig(qk_norm=True, qk_norm_over="projection")
+    divided("pp", model=model)
+    with pytest.raises(ValueError, match="qk_norm_over=projection .* no process has all heads"):
+        divided("tp", model=model)
 
 
 def test_muon_is_refused_where_matrices_are_divided():

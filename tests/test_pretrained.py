@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from llm_course.model import pretrained
 from llm_course.model.config import PRESETS, ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.model.embedding import RopeScaling
 from llm_course.model.families import (
     CHANGES,
     FAMILIES,
@@ -43,6 +42,7 @@ from llm_course.model.families import (
 )
 from llm_course.model.generation import generate
 from llm_course.model.pretrained import load_pretrained, pretrained_folder, save_pretrained
+from llm_course.model.rope_scaling import RopeScaling
 from llm_course.text.tokenization import BPETokenizer, ByteBPETokenizer, SimpleCharacterTokenizer
 
 transformers.logging.set_verbosity_error()
@@ -79,6 +79,21 @@ GEMMA = dict(
     attn_logit_softcapping=2.0,
     final_logit_softcapping=3.0,
 )
+LONGROPE = dict(
+    rope_type="longrope",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    short_factor=[1.0, 1.1, 1.3, 1.7],
+    long_factor=[1.0, 2.0, 3.5, 6.0],
+    rope_theta=1e4,
+)
+GEMMA_3 = dict(head_dim=16, sliding_window=8, query_pre_attn_scalar=24)
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LOCAL = dict(
+    full_attention=dict(rope_type="linear", factor=4.0, rope_theta=2e4),
+    sliding_attention=dict(rope_type="default", rope_theta=3e2),
+)
+QWEN2_MOE = MOE | dict(shared_expert_intermediate_size=20)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "gpt2": ("gpt2", {}),
     "gpt2-wide-untied": (
@@ -143,6 +158,87 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "phi3-heads-of-another-width": (
         "phi3",
         dict(head_dim=10, rope_parameters=dict(rope_type="default", rope_theta=5e3)),
+    ),
+    "llama-dynamic": (
+        "llama",
+        dict(
+            max_position_embeddings=24,
+            rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4),
+        ),
+    ),
+    "llama-longrope": ("llama", dict(rope_parameters=LONGROPE)),
+    "llama-longrope-short-text": (
+        "llama",
+        dict(rope_parameters=LONGROPE | dict(original_max_position_embeddings=48)),
+    ),
+    "phi3-longrope-partial": (
+        "phi3",
+        dict(
+            original_max_position_embeddings=16,
+            partial_rotary_factor=0.5,
+            rope_parameters=LONGROPE | dict(short_factor=[1.0, 1.4], long_factor=[1.0, 5.0]),
+        ),
+    ),
+    "phi3-partial": ("phi3", dict(partial_rotary_factor=0.75)),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        MOE | dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2),
+    ),
+    "qwen2-moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2-moe-dense-window-no-bias": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | dict(
+            mlp_only_layers=[2],
+            qkv_bias=False,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+            sliding_window=8,
+        ),
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-yarn": (
+        "olmo2",
+        dict(attention_bias=True, num_key_value_heads=4, rope_parameters=YARN),
+    ),
+    "olmo3": ("olmo3", dict(sliding_window=8)),
+    "olmo3-two-bases": ("olmo3", dict(sliding_window=8, layer_types=MIXED, rope_parameters=LOCAL)),
+    "gemma3": ("gemma3_text", GEMMA_3 | dict(layer_types=MIXED)),
+    "gemma3-two-bases-cap-untied": (
+        "gemma3_text",
+        GEMMA_3
+        | dict(
+            layer_types=MIXED,
+            rope_parameters=LOCAL,
+            final_logit_softcapping=3.0,
+            tie_word_embeddings=False,
+            attention_bias=True,
+        ),
+    ),
+    "smollm3": ("smollm3", dict(num_hidden_layers=5)),
+    "smollm3-window-bias": (
+        "smollm3",
+        dict(
+            no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=8,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "granite": ("granite", {}),
+    "granite-multipliers": (
+        "granite",
+        dict(
+            embedding_multiplier=12.0,
+            attention_multiplier=0.2,
+            residual_multiplier=0.22,
+            logits_scaling=7.0,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
     ),
     "gemma2": ("gemma2", GEMMA),
     "gemma2-no-caps-untied": (
@@ -232,12 +328,12 @@ def test_both_directions(variant, published, tmp_path):
         assert_close(
             tensor,
             state[name],
-            atol=1e-7 if model_type == "gemma2" and "norm" in name else 0,
+            atol=1e-7 if model_type.startswith("gemma") and "norm" in name else 0,
             rtol=0,
         )
     again = load_pretrained(written)  # from the shards
     assert all(
-        torch.equal(a, b) or model_type == "gemma2"
+        torch.equal(a, b) or model_type.startswith("gemma")
         for a, b in zip(again.parameters(), ours.parameters(), strict=True)
     )
     with torch.no_grad():
@@ -369,6 +465,43 @@ MISTAKES = {
         None,
         dict(rope_parameters=DEEPSEEK),
     ),
+    "the two bases": (
+        "gemma3-two-bases-cap-untied",
+        None,
+        dict(
+            rope_parameters=dict(
+                full_attention=LOCAL["full_attention"],
+                sliding_attention=dict(rope_type="default", rope_theta=2e4),
+            )
+        ),
+    ),
+    "forgotten + 1 of a query norm": ("gemma3", scale("q_norm.weight", lambda t: t - 1), {}),
+    "rope in a layer without": ("smollm3-window-bias", None, dict(no_rope_layers=[1, 1, 1])),
+    "no gate of the shared expert": (
+        "qwen2-moe",
+        scale("shared_expert_gate.weight", torch.zeros_like),
+        {},
+    ),
+    "logits not scaled": ("granite-multipliers", None, dict(logits_scaling=1.0)),
+    "norms exchanged": (
+        "olmo2",
+        exchange("post_attention_layernorm", "post_feedforward_layernorm"),
+        {},
+    ),
+    "all of each head rotated": (
+        "phi3-partial",
+        None,
+        dict(
+            partial_rotary_factor=1.0,
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
+    "the long factors": (
+        "llama-longrope",
+        None,
+        dict(rope_parameters=LONGROPE | dict(long_factor=[1.0, 2.0, 3.5, 9.0])),
+    ),
+    "dynamic from another length": ("llama-dynamic", None, dict(max_position_embeddings=23)),
     "missing bias": ("qwen2", scale("_proj.bias", torch.zeros_like), {}),
     "query and key norm": ("qwen3", exchange("q_norm", "k_norm"), {}),
     "no window": ("mistral", None, dict(sliding_window=None)),
@@ -737,16 +870,33 @@ REFUSED = {
     ),
     "partial_rotary_factor=0.5 is not supported": ("llama", dict(partial_rotary_factor=0.5)),
     "rope_interleaved=True": ("llama", dict(rope_interleaved=True)),
-    "'dynamic'": (
+    "'ntk'": (
         "llama",
-        dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+        dict(rope_parameters=dict(rope_type="ntk", factor=2.0, rope_theta=1e4)),
     ),
-    "short_factor": (
+    "short_factor has 1 numbers, expected 4": (
         "llama",
         dict(rope_parameters=dict(rope_type="longrope", short_factor=[1], long_factor=[1])),
     ),
+    "long_factor=None must be a list": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="longrope", short_factor=[1])),
+    ),
+    "have a rope_theta of their own, and no scaling": (
+        "gemma3",
+        dict(rope_parameters=LOCAL | dict(sliding_attention=LOCAL["full_attention"])),
+    ),
+    "decoder_sparse_step=0 must be a whole number": ("qwen3-moe", dict(decoder_sparse_step=0)),
+    "dense_layers=[0, 1, 2] must be some of the layers 0 to 2": (
+        "qwen3-moe",
+        dict(mlp_only_layers=[0, 1, 2]),
+    ),
+    "layer_types needs sliding_window": (
+        "gemma3",
+        dict(sliding_window=None, layer_types=["sliding_attention"] * 3),
+    ),
     "mscale": ("llama", dict(rope_parameters=YARN | dict(mscale=0.7))),
-    "'partial_rotary_factor': 0.5": (
+    "partial_rotary_factor=0.5 is not supported, only 1.0": (
         "llama",
         dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
     ),
@@ -793,8 +943,6 @@ REFUSED = {
     "scale_attn_by_inverse_layer_idx=True": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
     "scale_attn_weights=False": ("gpt2", dict(scale_attn_weights=False)),
     "add_cross_attention=True": ("gpt2", dict(add_cross_attention=True)),
-    "mlp_only_layers=": ("qwen3-moe", dict(mlp_only_layers=[0])),
-    "decoder_sparse_step=2": ("qwen3-moe", dict(decoder_sparse_step=2)),
     "several values": ("qwen3-moe", dict(num_experts=3)),
     "router_jitter_noise=0.1": ("mixtral", dict(router_jitter_noise=0.1)),
     "use_bidirectional_attention=True": ("gemma2", dict(use_bidirectional_attention=True)),
@@ -1027,12 +1175,19 @@ def test_an_index_names_nothing_outside_its_folder(published, tmp_path, monkeypa
 
 CANNOT = {
     "norm_position='post'": dict(norm_position="post"),
-    "residual_multiplier=0.5": dict(residual_multiplier=0.5),
+    "norm_position='output'": dict(norm_position="output"),
+    "residual_multiplier=0.5": dict(residual_multiplier=0.5, qk_norm=True),
+    "logits_scaling=2.0": dict(logits_scaling=2.0, qk_norm=True),
+    "partial_rotary_factor=0.5": dict(partial_rotary_factor=0.5, attention_bias=True),
+    "rope_layers=[False]": dict(rope_layers=[False], qk_norm=True),
+    "shared_expert_gate=True": dict(
+        use_moe=True, shared_expert_intermediate_size=16, shared_expert_gate=True, qk_norm=True
+    ),
     "num_mtp_layers=1": dict(num_mtp_layers=1),
     "shared_expert_intermediate_size=16": dict(use_moe=True, shared_expert_intermediate_size=16),
     "position_type='sinusoidal'": dict(position_type="sinusoidal"),
-    "embedding_scale=2.0": dict(embedding_scale=2.0),
-    "attention_scale=0.3": dict(attention_scale=0.3),
+    "embedding_scale=2.0": dict(embedding_scale=2.0, qk_norm=True),
+    "attention_scale=0.3": dict(attention_scale=0.3, qk_norm=True),
     "use_glu=False": dict(use_glu=False),
     "attention_out_bias=True": dict(attention_out_bias=True),
 }
@@ -1052,7 +1207,7 @@ def random_config(seed):
     """A small model near some family: what all its models share, with any other setting changed."""
     pick = random.Random(seed).choice
     while True:
-        family = FAMILIES[pick(sorted(FAMILIES))]
+        family = FAMILIES[sorted(FAMILIES)[seed % len(FAMILIES)]]
         layers = pick([1, 3])
         C = pick([16, 24, 50])
         gemma = dict(embedding_scale=C**0.5, activation="gelu_tanh", use_glu=True)
@@ -1082,7 +1237,16 @@ def random_config(seed):
             initializer_range=pick([0.02, 0.02, 0.02, 2.0]),
             attn_logit_softcapping=pick([None, None, None, 2.0]),
             attention_scale=pick([None, None, None, 7**-0.5]),
+            residual_multiplier=pick([1.0] * 9 + [0.5]),
+            rope_layers=pick([None] * 9 + [[i % 2 == 0 for i in range(layers)]]),
+            sliding_rope_theta=pick([None] * 9 + [300.0]),
         )
+        if family.fixed.get("use_moe"):
+            usual |= dict(dense_layers=pick([None, [0]]), dense_intermediate_size=pick([None, 20]))
+        if family.fixed.get("qk_norm") and family.fixed.get("norm_position"):
+            usual |= dict(sliding_rope_theta=pick([None, 300.0]), attn_logit_softcapping=None)
+        if family.fixed.get("shared_expert_gate"):
+            usual |= dict(shared_expert_intermediate_size=12, attention_scale=None)
         is_gemma = family.fixed.get("norm_position") == "sandwich"
         settings = usual | dict(family.fixed) | (gemma if is_gemma else {})
         if settings.get("position_type") == "learned":
@@ -1216,13 +1380,16 @@ def test_what_is_written_reads_back_for_odd_sizes(family, H, K, D, L, F, window,
     fixed |= dict(num_experts=E, top_k=E, hidden_size=2 * H * K, intermediate_size=F)
     if not gpt2:
         fixed |= dict(num_kv_heads=K)
-    if family in ("llama", "mistral", "phi3", "qwen3", "mixtral", "qwen3_moe", "gemma2"):
+    gemma = family in ("gemma2", "gemma3_text")
+    if gemma or family in ("llama", "mistral", "phi3", "qwen3", "mixtral", "qwen3_moe", "granite"):
         fixed |= dict(head_dim=D)
-    if window and family not in ("gpt2", "llama"):
+    if family == "qwen2_moe":
+        fixed |= dict(shared_expert_intermediate_size=3)
+    if window and family not in ("gpt2", "llama", "olmo2", "granite"):
         fixed |= dict(sliding_window=window)
-        if family in ("qwen2", "qwen3", "gemma2"):
+        if gemma or family in ("qwen2", "qwen3", "qwen2_moe", "olmo3", "smollm3"):
             fixed |= dict(layer_types=["full_attention"] * (L - 1) + ["sliding_attention"])
-    if family == "gemma2":
+    if gemma:
         fixed |= dict(
             embedding_scale=(2 * H * K) ** 0.5, attention_scale=7**-0.5, activation="gelu_tanh"
         )

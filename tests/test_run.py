@@ -1,5 +1,6 @@
 """What a run can begin with, where it keeps its files, and whose callbacks it calls."""
 
+import json
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from llm_course.cli import main as cli
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.pretrained import save_pretrained
-from llm_course.text.tokenization import BPETokenizer
+from llm_course.text.tokenization import BPETokenizer, SimpleCharacterTokenizer
 from llm_course.training import run as run_module
 from llm_course.training.callbacks import LRSchedulerCallback, WandbLogger, read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
@@ -29,6 +30,7 @@ from llm_course.training.config import (
     SyntheticConfig,
     TrainingConfig,
 )
+from llm_course.training.optim import build_optimizer
 from llm_course.training.run import find_task, load_run, train_worker
 from llm_course.training.sources import read_config
 from llm_course.training.train import LargeScaleLLMTrainer, LLMTrainer
@@ -217,6 +219,41 @@ def test_a_tokenizer_is_used_again(folder):
     train_worker(replace(again, data=replace(again.data, tokenizer="source", vocab_size=999)))
     assert BPETokenizer.load("again") == BPETokenizer.load("source")
     assert load_run("again")[0].config.vocab_size == BPETokenizer.load("source").vocab_size
+
+
+def test_a_run_of_characters_is_trained_resumed_measured_and_writes(folder, capsys):
+    def of_characters(run_dir, **parts):
+        config = settings(run_dir, **parts)
+        return replace(config, data=replace(config.data, tokenizer="characters"))
+
+    train_worker(of_characters("straight"))
+    tokenizer = load_run("straight")[1]
+    text = Path("text.txt").read_text()
+    assert isinstance(tokenizer, SimpleCharacterTokenizer)
+    assert tokenizer.vocab_size <= 4 + len(set(text))
+    assert tokenizer.eos_token_id is not None
+    assert tokenizer.decode(tokenizer.encode(text[:50])) == text[:50]
+    step_4 = "straight/checkpoints/step_00000004"
+    assert train_worker(of_characters("halves"), resume=step_4).step == 6
+    assert same(weights("straight/checkpoints"), weights("halves/checkpoints"))
+
+    assert cli(["generate", "--run", "straight", "--prompt", "th", "--max-new-tokens", "5"]) == 0
+    assert "th" in capsys.readouterr().out
+    assert cli(["evaluate", "--run", "straight"]) == 0
+    model, _ = load_run("straight")
+    again = of_characters("again", steps=2)
+    train_worker(replace(again, data=replace(again.data, tokenizer="straight")))
+    assert load_run("again")[1] == tokenizer
+    began = replace(settings("began", steps=2, model=ModelConfig()), init_from="straight")
+    train_worker(began)
+    assert load_run("began")[1] == tokenizer
+    assert load_run("began")[0].config.vocab_size == model.config.vocab_size
+
+    broken = json.loads(Path("straight/tokenizer.json").read_text())
+    broken["characters"] += "\N{SNOWMAN}"
+    Path("straight/tokenizer.json").write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match="is not the tokenizer that the model was trained with"):
+        load_run("straight")
 
 
 # ---------------------------------------------------------------- going on from a path
@@ -460,20 +497,60 @@ def test_a_model_that_no_machine_holds_is_refused_in_a_line(folder, capsys):
     assert "Traceback" not in said and not Path("run").exists()
 
 
-def test_a_model_that_fits_is_not_refused(folder, monkeypatch):
+class OnAGPU(run_module.Runtime):
+    def __init__(self, world_size=1):
+        self.world_size = world_size
+
+    def device(self, name):
+        return torch.device("cuda")
+
+
+def refused(config, runtime, monkeypatch, *, gpu, cpu):
+    there = {"cuda": gpu, "cpu": cpu}
+    monkeypatch.setattr(run_module, "memory_bytes", lambda device: there[device.type])
+    try:
+        run_module._check_memory(config, runtime)
+    except ValueError as error:
+        assert "needs at least" in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, use_moe=True, mlp_bias=False)])
+def test_what_is_counted_is_what_a_step_holds(folder, monkeypatch, name, shape):
+    """At least the bytes of weights, gradients and moments, and none that isn't there."""
+    shape = replace(shape, vocab_size=256, max_position_embeddings=256)
+    model = DecoderModel(shape)
+    optimization = OptimizationConfig(optimizer=name)
+    optimizer = build_optimizer(model, optimization)
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    for parameter in model.parameters():  # of experts that were not used, too
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = [p.numel() for p in model.parameters()] * 2
+    held += [t.numel() for state in optimizer.state.values() for t in state.values() if t.ndim]
+    config = Config(model=shape, optimization=optimization)
+    exact = 4 * sum(held)
+    runtime = run_module.Runtime()
+    assert not refused(config, runtime, monkeypatch, gpu=0, cpu=exact)
+    assert refused(config, runtime, monkeypatch, gpu=0, cpu=0.98 * exact)
+
+
+def test_memory_is_counted_where_it_is_used(folder, monkeypatch):
     shape = ModelConfig(vocab_size=256, hidden_size=64, num_heads=2)
-    parameters = DecoderModel(shape).num_parameters()
-    for optimizer, bytes_each in (("adamw", 16), ("muon", 12)):
-        there = parameters * bytes_each + 10
-        monkeypatch.setattr(run_module, "memory_bytes", lambda device, there=there: there)
-        config = Config(model=shape, optimization=OptimizationConfig(optimizer=optimizer))
-        run_module._check_memory(config, run_module.Runtime())
-    monkeypatch.setattr(run_module, "memory_bytes", lambda device: parameters * 12 - 10)
-    with pytest.raises(ValueError, match="needs at least 0 GB"):
-        run_module._check_memory(config, run_module.Runtime())
-    offloaded = DistributedConfig(strategy="fsdp", cpu_offload=True)
-    adamw = replace(config, optimization=OptimizationConfig(), distributed=offloaded)
-    run_module._check_memory(adamw, run_module.Runtime())
+    whole = 16 * DecoderModel(shape).num_parameters()
+    plain = Config(model=shape)
+    assert refused(plain, OnAGPU(), monkeypatch, gpu=whole - 1, cpu=9 * whole)
+    assert not refused(plain, OnAGPU(), monkeypatch, gpu=whole, cpu=0)
+    sharded = replace(plain, distributed=DistributedConfig(strategy="fsdp"))
+    assert not refused(sharded, OnAGPU(2), monkeypatch, gpu=whole / 2, cpu=0)
+    away = replace(plain, distributed=DistributedConfig(strategy="fsdp", cpu_offload=True))
+    # the shares of both processes lie in one main memory, and none on the GPU
+    assert not refused(away, OnAGPU(2), monkeypatch, gpu=0, cpu=whole)
+    assert refused(away, OnAGPU(2), monkeypatch, gpu=9 * whole, cpu=whole - 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # on two machines
+    assert not refused(away, OnAGPU(2), monkeypatch, gpu=0, cpu=whole / 2)
 
 
 def test_a_device_without_numbers_is_refused(folder, capsys):

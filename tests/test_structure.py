@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -569,6 +570,20 @@ def test_planted_title_and_number():
     assert len(numbering_faults(["01a_only"])) == 1
     assert len(numbering_faults(["01a_x", "01c_y"])) == 1
     assert len(numbering_faults(["attention"])) == 1
+
+
+def test_what_pip_and_uv_install_is_pinned():
+    """constraints.txt is the lock of both; the one pin that `uv sync` reads is the same."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+    pinned = {re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins}
+    extras = project["project"]["optional-dependencies"].values()
+    wanted = [*project["project"]["dependencies"], *(one for extra in extras for one in extra)]
+    names = {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", one)[0]).lower() for one in wanted}
+    assert names - pinned == {"llm-course"}
+    assert set(project["tool"]["uv"]["constraint-dependencies"]) <= set(pins)
 
 
 @pytest.mark.parametrize("is_checkout", [True, False])

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from llm_course.text.tokenization import (
     SimpleCharacterTokenizer,
     WordCache,
     chatml,
+    load_tokenizer,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -773,6 +775,53 @@ def test_the_memory_of_words_is_bounded_in_bytes():
     assert 0 < held <= cache.num_bytes <= 100_000
     assert cache["a long one " * 100_000] and cache.num_bytes <= 100_000  # not kept
     assert cache["word 4999"] is cache["word 4999"]  # computed once
+
+
+# ---------------------------------------------------------------- characters with special tokens
+
+
+def test_characters_have_the_special_tokens_that_are_asked_for(tmp_path):
+    tokenizer = SimpleCharacterTokenizer.from_text("ab\n", special_tokens=["<|bos|>", "<|eos|>"])
+    assert tokenizer.special_tokens == {"<PAD>": 0, "<UNK>": 1, "<|bos|>": 2, "<|eos|>": 3}
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (2, 3, 7)
+    assert tokenizer.encode("<|bos|>ab?<|eos|>") == [2, 5, 6, 1, 3]
+    assert tokenizer.encode("<|eos|>", allow_special=False) == [1, 1, 1, 1, 1, 1, 1]
+    assert tokenizer.decode([2, 5, 1, 3]) == "<|bos|>a<UNK><|eos|>"
+    tokenizer.save(tmp_path)
+    for loaded in (SimpleCharacterTokenizer.load(tmp_path), load_tokenizer(tmp_path)):
+        assert loaded == tokenizer and loaded.sha256 == tokenizer.sha256
+    assert load_tokenizer(tmp_path / "tokenizer.json") == tokenizer
+    assert pickle.loads(pickle.dumps(tokenizer)) == tokenizer
+
+
+def test_characters_saved_before_there_were_more_special_tokens():
+    old = '{"type": "SimpleCharacterTokenizer", "characters": "ab"}'
+    tokenizer = SimpleCharacterTokenizer.from_json(old)
+    assert tokenizer == SimpleCharacterTokenizer("ab") and tokenizer.to_json() == old
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["<|eos|>", "<|eos|>"], "special token '<|eos|>' is there twice"),
+        (["<PAD>"], "special token '<PAD>' is there twice"),
+        (["x"], "special token 'x' must have at least two characters"),
+    ],
+)
+def test_special_tokens_of_characters_that_cannot_be(names, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SimpleCharacterTokenizer("ab", special_tokens=names)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"type": "SimpleCharacterTokenizer"}', '{"type": "Other"}']
+)
+def test_what_is_no_tokenizer_is_refused(text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match="tokenizer.json does not hold a tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_tokenizer(tmp_path / "nowhere")
 
 
 def test_tables_that_do_not_fit_are_refused():

@@ -18,10 +18,10 @@ from torch.testing import assert_close
 
 from llm_course.model.attention import causal_mask, padding_mask
 from llm_course.model.config import ModelConfig
-from llm_course.model.embedding import RotaryEmbedding
 from llm_course.model.mlp import MLP
 from llm_course.model.moe import MoE
 from llm_course.model.normalization import LayerNorm, RMSNorm
+from llm_course.model.rope import RotaryEmbedding
 from llm_course.model.transformer_block import TransformerBlock, build_norm
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..model.decoder import DecoderModel
 from ..model.generation import generate_tokens, whole_characters
 from ..model.gguf import read_gguf
-from ..text.tokenization import CHAT_TOKENS, BPETokenizer, SpecialTokenSplitter
+from ..text.tokenization import CHAT_TOKENS, BaseTokenizer, SpecialTokenSplitter
 from ..training.run import initial_model, tokenizer_of
 
 # %% ../../nbs/19i_chat.ipynb #6e250929
@@ -63,7 +63,7 @@ class ChatModel(NamedTuple):
     """A model, its tokenizer, and how a conversation is laid out for it."""
 
     model: DecoderModel
-    tokenizer: BPETokenizer
+    tokenizer: BaseTokenizer
     template: str | None  # None: it continues texts, and was not taught to answer
     names: Mapping[str, str]  # of its bos_token and eos_token
 

@@ -16,6 +16,7 @@ import torch
 from .chat import ChatModel, open_chat_model
 from ..model.gguf import ENCODINGS, save_gguf
 from ..model.pretrained import save_pretrained
+from ..text.tokenization import BPETokenizer, ByteBPETokenizer
 
 # %% ../../nbs/19j_export.ipynb #3d34695f
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -24,13 +25,19 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def _write(chat: ChatModel, target: Path, *, dtype: str, name: str) -> None:
     """Write the model in the form that the ending of `target` asks for."""
     layout = chat.template
+    tokenizer = chat.tokenizer
+    if not isinstance(tokenizer, BPETokenizer | ByteBPETokenizer):
+        raise ValueError(
+            f"other programs cannot open a {type(tokenizer).__name__}: train with"
+            " --data.tokenizer bpe to export a model"
+        )
     if target.suffix == ".gguf":
         target.parent.mkdir(parents=True, exist_ok=True)
         written: dict[str, Any] = {"dtype": dtype, "chat_template": layout, "name": name}
-        save_gguf(chat.model, chat.tokenizer, target, **written)
+        save_gguf(chat.model, tokenizer, target, **written)
     else:
         model = chat.model.to(_DTYPES[dtype])
-        save_pretrained(model, target, tokenizer=chat.tokenizer, chat_template=layout)
+        save_pretrained(model, target, tokenizer=tokenizer, chat_template=layout)
 
 
 def export_command(argv: Sequence[str] | None = None) -> int:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..model.decoder import DecoderModel
-from ..text.tokenization import BPETokenizer
+from ..text.tokenization import BaseTokenizer
 from ..training.run import continuation, initial_model, load_run, tokenizer_of
 
 # %% ../../nbs/19c_generate.ipynb #df9c9066
 def print_continuation(
-    model: DecoderModel, tokenizer: BPETokenizer, prompt: str, **settings: Any
+    model: DecoderModel, tokenizer: BaseTokenizer, prompt: str, **settings: Any
 ) -> None:
     """Print `prompt` and the model's continuation, piece by piece as it is generated.
 

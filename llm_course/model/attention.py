@@ -9,17 +9,17 @@ __all__ = ['causal_mask', 'padding_mask', 'document_mask', 'attention_weights', 
 # %% ../../nbs/05a_attention.ipynb #efb003d5
 import math
 from functools import partial
-from typing import Protocol, TypedDict, Unpack
+from typing import Literal, Protocol, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import check_dtype, check_numbers, check_shape, check_sizes
-from .embedding import apply_rotary
+from ..checks import check_choice, check_dtype, check_numbers, check_shape, check_sizes
 from .kernels.attention import fastest_attention
 from .linear import Linear, autocasts
 from .normalization import RMSNorm
+from .rope import apply_rotary
 
 # %% ../../nbs/05a_attention.ipynb #ce8c8382
 def causal_mask(
@@ -285,20 +285,25 @@ def _head_sizes(
     return hidden_size, num_heads, num_kv_heads, hidden_size // num_heads
 
 
-def _rotated(
-    q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions; ValueError for other shapes."""
+def _rotated(x: Tensor, position_embeddings: tuple[Tensor, Tensor], rotary_dim: int) -> Tensor:
+    """Rotate the first `rotary_dim` numbers of queries or keys by the angles of their positions.
+
+    ValueError for angles of another shape.
+    """
     if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
         raise ValueError("position_embeddings must be the pair (cos, sin) of a RotaryEmbedding")
     cos, sin = position_embeddings
-    B, _, T, D = q.shape
-    if cos.shape != sin.shape or cos.shape not in ((1, T, D), (B, T, D)):
+    B, _, T, D = x.shape
+    if cos.shape != sin.shape or cos.shape not in ((1, T, rotary_dim), (B, T, rotary_dim)):
+        width = "head_dim" if rotary_dim == D else "rotary_dim"
         raise ValueError(
             f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must have shape (1 or {B}, {T},"
-            f" {D}): call RotaryEmbedding(head_dim) with the positions of these T tokens only"
+            f" {rotary_dim}): call RotaryEmbedding({width}) with the positions of these T tokens"
+            " only"
         )
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    if rotary_dim == D:
+        return apply_rotary(x, cos, sin)
+    return torch.cat((apply_rotary(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
 
 
 def _newest_keys(mask: Tensor | None, *, new: int, cached: int) -> Tensor | None:
@@ -321,6 +326,19 @@ def _newest_keys(mask: Tensor | None, *, new: int, cached: int) -> Tensor | None
         )
     return mask[..., -cached:]
 
+# %% ../../nbs/05a_attention.ipynb #b1rotdim
+def _rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    """How many numbers of each head are rotated; None is all. ValueError where RoPE cannot."""
+    if rotary_dim is None:
+        return head_dim
+    check_sizes(0, rotary_dim=rotary_dim)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(
+            f"rotary_dim={rotary_dim} must be even and at most head_dim={head_dim}: RoPE rotates"
+            " pairs, and 0 rotates none"
+        )
+    return int(rotary_dim)
+
 # %% ../../nbs/05a_attention.ipynb #170e4c26
 class HeadOptions(TypedDict, total=False):
     """Options that `MultiHeadAttention` passes on to `HeadProjections`."""
@@ -329,7 +347,9 @@ class HeadOptions(TypedDict, total=False):
     head_dim: int | None
     attention_bias: bool
     attention_out_bias: bool | None
+    rotary_dim: int | None
     qk_norm: bool
+    qk_norm_over: Literal["head", "projection"]
     rms_norm_eps: float
 
 
@@ -349,7 +369,9 @@ class HeadProjections(nn.Module):
         head_dim: int | None = None,
         attention_bias: bool = False,
         attention_out_bias: bool | None = None,
+        rotary_dim: int | None = None,
         qk_norm: bool = False,
+        qk_norm_over: Literal["head", "projection"] = "head",
         rms_norm_eps: float = 1e-6,
     ):
         super().__init__()
@@ -365,8 +387,17 @@ class HeadProjections(nn.Module):
         self.v_proj = Linear(hidden_size, num_kv_heads * head_dim, bias=attention_bias)
         out_bias = attention_bias if attention_out_bias is None else attention_out_bias
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=out_bias)
-        self.q_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else nn.Identity()
+        self.rotary_dim = _rotary_dim(rotary_dim, head_dim)
+        check_choice(("head", "projection"), qk_norm_over=qk_norm_over)
+        # how many numbers of q and of k are normalized together
+        self.normed_sizes = tuple(
+            head_dim if qk_norm_over == "head" else heads * head_dim
+            for heads in (num_heads, num_kv_heads)
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, eps=rms_norm_eps) if qk_norm else nn.Identity()
+            for size in self.normed_sizes
+        )
 
     def project(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
@@ -378,14 +409,16 @@ class HeadProjections(nn.Module):
         """
         check_shape("x", x, (None, None, self.hidden_size), "(B, T, C)")
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.num_heads, self.head_dim)
-        k = self.k_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).view(B, T, self.num_kv_heads, self.head_dim)
-        q = self.q_norm(q).transpose(1, 2)  # (B, T, H, D) -> (B, H, T, D)
-        k = self.k_norm(k).transpose(1, 2)  # (B, T, K, D) -> (B, K, T, D)
-        v = v.transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = _rotated(q, k, position_embeddings)
+        q_size, k_size = self.normed_sizes
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, q_size))
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, k_size))
+        v = self.v_proj(x)
+        # (B, T, heads * D) -> (B, heads, T, D)
+        q = q.view(B, T, self.num_heads, self.head_dim).transpose(1, 2)
+        k = k.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        v = v.view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        if position_embeddings is not None and self.rotary_dim:
+            q, k = (_rotated(t, position_embeddings, self.rotary_dim) for t in (q, k))
         return q, k, v
 
 # %% ../../nbs/05a_attention.ipynb #cfcb00bb
@@ -400,13 +433,15 @@ class MultiHeadAttention(HeadProjections):
     rotation.
 
     `head_dim` is D, by default C / H. `attention_bias` adds a bias to all four projections,
-    `attention_out_bias` overrides it for the output projection (Qwen2 has no bias there). `qk_norm`
-    applies an RMSNorm to each head's q and k, before rotation (as in Qwen3). `attention_scale`
-    multiplies the scores, by default 1 / sqrt(D). With `sliding_window=W` each token attends to
-    itself and the W - 1 tokens before it (Beltagy et al. 2020). `attn_logit_softcapping` bounds the
-    scores (Gemma 2, section 2). `dropout` acts on the attention weights, in training mode only.
-    `layer_index` is the key under which the cache stores this layer's keys and values. Raises
-    ValueError for sizes that don't fit together.
+    `attention_out_bias` overrides it for the output projection (Qwen2 has no bias there).
+    `rotary_dim` rotates only the first numbers of each head, and with 0 none of them. `qk_norm`
+    applies an RMSNorm to each head's q and k, before rotation (as in Qwen3), and with
+    `qk_norm_over="projection"` to all heads together (as in OLMo 2). `attention_scale` multiplies
+    the scores, by default 1 / sqrt(D). With `sliding_window=W` each token attends to itself and the
+    W - 1 tokens before it (Beltagy et al. 2020). `attn_logit_softcapping` bounds the scores (Gemma
+    2, section 2). `dropout` acts on the attention weights, in training mode only. `layer_index` is
+    the key under which the cache stores this layer's keys and values. Raises ValueError for sizes
+    that don't fit together.
 
     Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads); names as in
     Hugging Face's Llama and Qwen3.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from ..checks import bounded, check_fields, check_sizes
-from .embedding import RopeScaling
+from .rope_scaling import RopeScaling
 
 # %% ../../nbs/08a_model_config.ipynb #955aa45f
 SIZE = "[1, inf)"
@@ -56,13 +56,18 @@ class ModelConfig:
             are added to the embedding.
         rope_theta: base of the rotary frequencies.
         rope_scaling: lowers RoPE's frequencies for longer contexts; None means no scaling.
+        partial_rotary_factor: share of each head that RoPE rotates, its first numbers.
+        rope_layers: for each layer, whether RoPE acts there; None means that it does in all.
+        sliding_rope_theta: base of the rotary frequencies in layers with a window, which are then
+            not scaled; None means the same frequencies in all layers.
         embedding_scale: factor on the token embeddings (Gemma: the square root of hidden_size).
         norm_type: rmsnorm or layernorm.
-        norm_position: pre, post or sandwich, see TransformerBlock.
+        norm_position: pre, post, sandwich or output, see TransformerBlock.
         rms_norm_eps: epsilon of the normalization, of either type.
         attention_bias: a bias in the attention's projections.
         attention_out_bias: a bias in its output projection; None means the same as attention_bias.
-        qk_norm: normalize the queries and keys of each head.
+        qk_norm: normalize queries and keys.
+        qk_norm_over: head normalizes each head by itself, projection all heads together.
         attention_scale: factor on the attention scores; None means 1 / sqrt(head_dim).
         sliding_window: tokens that a windowed layer attends to (W); None means all.
         layer_types: for each layer, sliding_attention or full_attention; None means that all layers
@@ -79,12 +84,16 @@ class ModelConfig:
         norm_topk_prob: normalize the weights of the chosen experts to a sum of 1.
         shared_expert_intermediate_size: width of an expert that every token uses; None means no
             such expert.
+        shared_expert_gate: multiply that expert's output by a number that each token computes.
+        dense_layers: layers with a plain MLP although use_moe is set; None means none.
+        dense_intermediate_size: width of the MLPs in those layers; None means intermediate_size.
         router_aux_loss_coef: weight of the load-balancing loss.
         router_z_loss_coef: weight of the router's z-loss.
         num_mtp_layers: additional future tokens that the model learns to predict in training.
         mtp_loss_coef: weight of their loss.
         z_loss_coef: weight of the squared log-sum-exp of the logits, in training.
         residual_multiplier: factor on each sublayer's output before it is added to the stream.
+        logits_scaling: the logits are divided by it.
         tie_word_embeddings: use the embedding table as the output layer, too.
         dropout: dropout probability in attention weights, MLP and embedding.
         initializer_range: standard deviation of the initial weights.
@@ -101,13 +110,17 @@ class ModelConfig:
     position_type: Literal["rope", "learned", "sinusoidal", "none"] = "rope"
     rope_theta: float = bounded(10_000.0, POSITIVE)
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = bounded(1.0, "(0, 1]")
+    rope_layers: list[bool] | None = None
+    sliding_rope_theta: float | None = bounded(None, POSITIVE)
     embedding_scale: float = bounded(1.0, POSITIVE)
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_position: Literal["pre", "post", "sandwich"] = "pre"
+    norm_position: Literal["pre", "post", "sandwich", "output"] = "pre"
     rms_norm_eps: float = bounded(1e-6, POSITIVE)
     attention_bias: bool = False
     attention_out_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     attention_scale: float | None = bounded(None, POSITIVE)
     sliding_window: int | None = bounded(None, SIZE)
     layer_types: list[Literal["sliding_attention", "full_attention"]] | None = None
@@ -121,12 +134,16 @@ class ModelConfig:
     top_k: int = bounded(2, SIZE)
     norm_topk_prob: bool = True
     shared_expert_intermediate_size: int | None = bounded(None, SIZE)
+    shared_expert_gate: bool = False
+    dense_layers: list[int] | None = None
+    dense_intermediate_size: int | None = bounded(None, SIZE)
     router_aux_loss_coef: float = bounded(0.01, NOT_NEGATIVE)
     router_z_loss_coef: float = bounded(0.0, NOT_NEGATIVE)
     num_mtp_layers: int = bounded(0, NOT_NEGATIVE)
     mtp_loss_coef: float = bounded(0.3, NOT_NEGATIVE)
     z_loss_coef: float = bounded(0.0, NOT_NEGATIVE)
     residual_multiplier: float = bounded(1.0, POSITIVE)
+    logits_scaling: float = bounded(1.0, POSITIVE)
     tie_word_embeddings: bool = True
     dropout: float = bounded(0.0, "[0, 1)")
     initializer_range: float = bounded(0.02, POSITIVE)
@@ -137,7 +154,8 @@ class ModelConfig:
             is_real = field.type in (float, float | None)
             value = _representable(field.name, getattr(self, field.name), is_real)
             object.__setattr__(self, field.name, value)
-        for wrong, message in self._attention_rules() + self._expert_rules():
+        rules = self._attention_rules() + self._rotary_rules() + self._expert_rules()
+        for wrong, message in rules:
             if wrong:
                 raise ValueError(message)
 
@@ -145,8 +163,6 @@ class ModelConfig:
         """The rules on heads, positions and windows: whether each is broken, and the message."""
         C = self.hidden_size
         H = self.num_heads
-        D = self.resolved_head_dim
-        rope = self.position_type == "rope"
         types = self.layer_types
         return [
             (
@@ -157,18 +173,9 @@ class ModelConfig:
                 H % (self.num_kv_heads or H),
                 f"num_heads={H} must be a multiple of num_kv_heads={self.num_kv_heads}",
             ),
-            (rope and D % 2, f"head_dim={D} must be even: RoPE rotates pairs"),
             (
                 self.position_type == "sinusoidal" and C % 2,
                 f"hidden_size={C} must be even for sinusoidal positions",
-            ),
-            (
-                rope and self.rope_theta <= 1,
-                f"rope_theta={self.rope_theta} must be above 1: 10000 to 1000000 are usual",
-            ),
-            (
-                self.rope_scaling and not rope,
-                f"rope_scaling needs position_type='rope', not {self.position_type!r}",
             ),
             (
                 types and not self.sliding_window,
@@ -180,9 +187,46 @@ class ModelConfig:
             ),
         ]
 
+    def _rotary_rules(self) -> list[tuple[Any, str]]:
+        """What RoPE's options must agree on: a condition that is wrong, and why."""
+        rope = self.position_type == "rope"
+        D = self.resolved_head_dim
+        share = self.partial_rotary_factor
+        layers = self.rope_layers
+        factors = (self.rope_scaling and self.rope_scaling.short_factor) or []
+        usual = "must be above 1: 10000 to 1000000 are usual"
+        return [
+            (rope and share == 1 and D % 2, f"head_dim={D} must be even: RoPE rotates pairs"),
+            (
+                rope and (self.rotary_dim % 2 or not self.rotary_dim),
+                f"partial_rotary_factor={share} of head_dim={D} must be an even number of at least"
+                " 2: RoPE rotates pairs",
+            ),
+            (rope and self.rope_theta <= 1, f"rope_theta={self.rope_theta} {usual}"),
+            (
+                self.sliding_rope_theta is not None and self.sliding_rope_theta <= 1,
+                f"sliding_rope_theta={self.sliding_rope_theta} {usual}",
+            ),
+            (
+                self.rope_scaling and not rope,
+                f"rope_scaling needs position_type='rope', not {self.position_type!r}",
+            ),
+            (
+                factors and 2 * len(factors) != self.rotary_dim,
+                f"rope_scaling.short_factor has {len(factors)} numbers, expected"
+                f" {self.rotary_dim // 2}: one for each pair that RoPE rotates in a head",
+            ),
+            (
+                layers is not None and len(layers) != self.num_layers,
+                f"rope_layers={layers} must have num_layers={self.num_layers} entries",
+            ),
+        ]
+
     def _expert_rules(self) -> list[tuple[Any, str]]:
         """The rules on experts: whether each is broken, and the message."""
         shared = self.shared_expert_intermediate_size
+        dense = set(self.dense_layers or ())
+        there = set(range(self.num_layers))
         return [
             (
                 self.use_moe and self.top_k > self.num_experts,
@@ -196,6 +240,20 @@ class ModelConfig:
             (
                 shared and not self.use_moe,
                 f"shared_expert_intermediate_size={shared} needs use_moe=True",
+            ),
+            (
+                self.shared_expert_gate and not shared,
+                "shared_expert_gate=True needs shared_expert_intermediate_size: the width of the"
+                " expert that it weighs",
+            ),
+            (
+                dense and not (self.use_moe and dense < there),
+                f"dense_layers={self.dense_layers} must be some of the layers 0 to"
+                f" {self.num_layers - 1}, not all, and needs use_moe=True",
+            ),
+            (
+                self.dense_intermediate_size and not dense,
+                f"dense_intermediate_size={self.dense_intermediate_size} needs dense_layers",
             ),
         ]
 
@@ -226,6 +284,26 @@ class ModelConfig:
         """F: `intermediate_size`, or the rule for None if it is None."""
         width = self.hidden_size * 8 / 3 if self.use_glu else self.hidden_size * 4
         return self.intermediate_size or math.ceil(width / 32) * 32
+
+    @property
+    def resolved_dense_size(self) -> int:
+        """The width of the MLP in a layer without experts."""
+        own = self.dense_intermediate_size if self.use_moe else None
+        return own or self.resolved_intermediate_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of each head RoPE rotates, where it does."""
+        return int(self.resolved_head_dim * self.partial_rotary_factor)
+
+    def rotary_dim_of(self, layer_index: int) -> int:
+        """How many numbers of each head RoPE rotates in a layer, 0 where it doesn't act."""
+        acts = self.rope_layers is None or self.rope_layers[layer_index]
+        return self.rotary_dim if acts and self.position_type == "rope" else 0
+
+    def is_dense(self, layer_index: int) -> bool:
+        """Whether a layer has a plain MLP, and no experts."""
+        return not self.use_moe or layer_index in (self.dense_layers or ())
 
     def window_of(self, layer_index: int) -> int | None:
         """The sliding window of a layer, None for full attention.

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'DecoderOutput', 'check_inputs', 'build_embedding',
-           'build_rotary', 'block_context', 'run_blocks', 'router_totals', 'head_logits', 'head_loss',
-           'update_router_biases', 'DecoderModel']
+           'build_rotary', 'build_sliding_rotary', 'block_context', 'run_blocks', 'router_totals', 'scaled_stream',
+           'head_logits', 'head_loss', 'update_router_biases', 'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -24,10 +24,11 @@ from llm_course.model.config import (
     ModelConfig,  # documented place
 )
 from .cross_entropy import linear_cross_entropy
-from .embedding import EmbeddingLayer, RotaryEmbedding
+from .embedding import EmbeddingLayer
 from .linear import Linear
 from .moe import Router, RouterStats
 from .mtp import MultiTokenPrediction, further_loss, further_rows
+from .rope import RotaryEmbedding
 from .transformer_block import TransformerBlock, build_norm
 from ..text.batches import IGNORE_INDEX
 
@@ -187,12 +188,20 @@ def build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
     if config.position_type != "rope":
         return None
     return RotaryEmbedding(
-        config.resolved_head_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
+        config.rotary_dim, rope_theta=config.rope_theta, scaling=config.rope_scaling
     )
+
+
+def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
+    """The rotary angles of the layers with a window, None where they are those of all layers."""
+    if config.position_type != "rope" or config.sliding_rope_theta is None:
+        return None
+    return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
 
 def block_context(
     rotary: RotaryEmbedding | None,
+    sliding_rotary: RotaryEmbedding | None,
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
@@ -203,7 +212,10 @@ def block_context(
         same_document = document_mask(document_ids)
         mask = same_document if mask is None else mask & same_document
     angles = None if rotary is None else rotary(position_ids)
-    return dict(mask=mask, position_embeddings=angles)
+    context = dict(mask=mask, position_embeddings=angles)
+    if sliding_rotary is not None:
+        context["sliding_position_embeddings"] = sliding_rotary(position_ids)
+    return context
 
 
 def run_blocks(
@@ -242,9 +254,14 @@ def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor |
     return aux_loss, torch.stack([s.tokens_per_expert for s in stats]) if stats else None
 
 
+def scaled_stream(h: Tensor, config: ModelConfig) -> Tensor:
+    """The input of the head, divided by `logits_scaling` in the place of the far more logits."""
+    return h if config.logits_scaling == 1.0 else h / config.logits_scaling
+
+
 def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
     """The logits (..., V) of the normalized stream `h` (..., C), with the soft cap of `config`."""
-    logits = head(h)
+    logits = head(scaled_stream(h, config))
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -258,6 +275,7 @@ def head_loss(
     """
     if isinstance(head, nn.Linear):
         cap = config.final_logit_softcapping
+        h = scaled_stream(h, config)
         return linear_cross_entropy(h, head.weight, labels, softcap=cap, z_loss_coef=z_loss_coef)
     logits = head_logits(head, h, config).flatten(0, -2)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -304,6 +322,7 @@ class DecoderModel(TiedModel):
         self.activation_checkpointing = False
         self.embedding = build_embedding(config)
         self.rotary = build_rotary(config)
+        self.sliding_rotary = build_sliding_rotary(config)
         self.layers = nn.ModuleList(
             TransformerBlock(config, index) for index in range(config.num_layers)
         )
@@ -344,12 +363,12 @@ class DecoderModel(TiedModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embedding(input_ids, position_ids)  # (B, T, C)
-        context = block_context(self.rotary, position_ids, attention_mask, document_ids)
+        rotary = (self.rotary, self.sliding_rotary)
+        context = block_context(*rotary, position_ids, attention_mask, document_ids)
         recompute = self.activation_checkpointing and torch.is_grad_enabled() and cache is None
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x, stats = run_blocks(
-            self.layers, x, context, cache=cache, recompute=recompute, states=states
-        )
+        how: dict[str, Any] = dict(cache=cache, recompute=recompute, states=states)
+        x, stats = run_blocks(self.layers, x, context, **how)
         hidden_states = None if states is None else (*states, self.norm(x))
         aux_loss, load = router_totals(stats, x)
         if labels is None:

@@ -73,27 +73,43 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         2 * C * (H + K) * D
         + config.attention_bias * (H + 2 * K) * D
         + out_bias * C
-        + config.qk_norm * 2 * D
+        + config.qk_norm * (2 if config.qk_norm_over == "head" else H + K) * D
     )
     matrices = 3 if config.use_glu else 2
     F = config.resolved_intermediate_size
     expert = matrices * C * F
     shared = matrices * C * (config.shared_expert_intermediate_size or 0)
-    dense = expert + config.mlp_bias * ((matrices - 1) * F + C)
+    shared += config.shared_expert_gate * C
+    sparse_layers = _sparse_layers(config)
+    dense_layers = L - sparse_layers
     # C: a row of the router
-    mlp = config.num_experts * (C + expert) + shared if config.use_moe else dense
+    mlp = sparse_layers * (config.num_experts * (C + expert) + shared)
+    mlp += dense_layers * _dense_parameters(config, config.resolved_dense_size)
     norm = C if config.norm_type == "rmsnorm" else 2 * C
     norms = 4 if config.norm_position == "sandwich" else 2
     return ParameterCount(
         embedding=V * C
         + (config.max_position_embeddings * C if config.position_type == "learned" else 0),
         attention=L * attention,
-        mlp=L * mlp,
+        mlp=mlp,
         norms=(L * norms + (config.norm_position != "post")) * norm,
         lm_head=0 if config.tie_word_embeddings else V * C,
-        mtp=config.num_mtp_layers * (2 * norm + 2 * C * C + attention + dense + norms * norm),
-        idle=L * (config.num_experts - config.top_k) * expert if config.use_moe else 0,
+        mtp=config.num_mtp_layers
+        * (2 * norm + 2 * C * C + attention + _dense_parameters(config, F) + norms * norm),
+        idle=sparse_layers * (config.num_experts - config.top_k) * expert,
     )
+
+
+def _sparse_layers(config: ModelConfig) -> int:
+    """How many layers have experts."""
+    return sum(not config.is_dense(layer) for layer in range(config.num_layers))
+
+
+def _dense_parameters(config: ModelConfig, F: int) -> int:
+    """The numbers of a plain MLP with F neurons."""
+    C = config.hidden_size
+    matrices = 3 if config.use_glu else 2
+    return matrices * C * F + config.mlp_bias * ((matrices - 1) * F + C)
 
 
 def _heads(config: ModelConfig) -> tuple[int, int, int]:
@@ -148,14 +164,13 @@ def flops_per_token(
     row = 2 * C * (3 if config.use_glu else 2)
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
-    mlp = (
-        2 * C * config.num_experts + row * (config.top_k * F + shared)
-        if config.use_moe
-        else row * F
-    )
+    sparse_layers = _sparse_layers(config)
+    router = 2 * C * (config.num_experts + config.shared_expert_gate)
+    mlp = sparse_layers * (router + row * (config.top_k * F + shared))
+    mlp += (L - sparse_layers) * row * config.resolved_dense_size
     # a block, and the output layer once more
     further = 2 * 2 * C * C + projections + scores[-1] + row * F + 2 * C * V
-    return Flops(L * projections, sum(scores), L * mlp, 2 * C * V, config.num_mtp_layers * further)
+    return Flops(L * projections, sum(scores), mlp, 2 * C * V, config.num_mtp_layers * further)
 
 
 def _visible_keys(T: int, window: int | None) -> float:
@@ -213,8 +228,8 @@ def _attention_activations(
     )
 
 
-def _mlp_activations(config: ModelConfig, tokens: int, width: int, use_moe: bool) -> int:
-    """Bytes that the MLP, or the router with its experts, keeps for backward."""
+def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: int | None) -> int:
+    """Bytes that `dense_size` neurons, or a router with its experts, keep for backward."""
     C = config.hidden_size
     F = config.resolved_intermediate_size
     shared = config.shared_expert_intermediate_size or 0
@@ -226,13 +241,14 @@ def _mlp_activations(config: ModelConfig, tokens: int, width: int, use_moe: bool
 
     # autocast converts the input of gate and up twice
     inputs = (2 if width == 2 and config.use_glu else 1) * tokens * C * width
-    if not use_moe:
-        return inputs + between(tokens, F)
+    if dense_size is not None:
+        return inputs + between(tokens, dense_size)
     router = 4 * tokens * (C + 3 * config.num_experts)  # its input, and its scores
     rows = config.top_k * tokens
     experts = grouped_linear_saved_bytes(rows, C, width=width) + between(rows, F)
     outputs = rows * C * width  # which are multiplied by the router's weights
     kept = router + experts + outputs + between(tokens, shared)
+    kept += config.shared_expert_gate * tokens * C * width  # what the gate multiplies
     return kept + (inputs if shared and width == 2 else 0)
 
 
@@ -243,20 +259,22 @@ def _block_activations(
     sequence_length: int,
     *,
     mixed_precision: bool,
-    use_moe: bool,
+    dense_size: int | None,
     on_bf16_cpu: bool = False,
 ) -> int:
     """Bytes that one block keeps for backward."""
     width = 2 if mixed_precision else 4
     tokens = batch_size * sequence_length
     stream = tokens * config.hidden_size
-    norms = 2 * normalization_saved_bytes(stream, config.norm_type, 4)
-    if config.norm_position == "sandwich":  # the two others read the output of a matrix product
+    norms = 0
+    if config.norm_position != "output":
+        norms += 2 * normalization_saved_bytes(stream, config.norm_type, 4)
+    if config.norm_position in ("sandwich", "output"):  # these read the output of a matrix product
         norms += 2 * normalization_saved_bytes(stream, config.norm_type, width)
     return (
         norms
         + _attention_activations(config, layer, batch_size, sequence_length, width, on_bf16_cpu)
-        + _mlp_activations(config, tokens, width, use_moe)
+        + _mlp_activations(config, tokens, width, dense_size)
     )
 
 # %% ../../nbs/09e_estimate.ipynb #99625856
@@ -276,6 +294,12 @@ class TrainingMemory(NamedTuple):
         return sum(self)
 
 
+def _dense_sizes(config: ModelConfig) -> list[int | None]:
+    """For each layer the width of its MLP, None where it has experts."""
+    layers = range(config.num_layers)
+    return [config.resolved_dense_size if config.is_dense(layer) else None for layer in layers]
+
+
 def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
     """Bytes of the bfloat16 copies of weights that autocast makes and caches."""
     C = config.hidden_size
@@ -284,7 +308,7 @@ def _weight_copies(config: ModelConfig, count: ParameterCount) -> int:
         config.use_moe
     ):  # experts are converted one at a time, without a cache; the router stays in float32
         expert = (3 if config.use_glu else 2) * config.resolved_intermediate_size * C
-        matrices -= config.num_layers * config.num_experts * (expert + C)
+        matrices -= _sparse_layers(config) * config.num_experts * (expert + C)
     return 2 * matrices
 
 
@@ -331,15 +355,16 @@ def training_memory(
     C = config.hidden_size
     width = 2 if mixed_precision else 4
 
-    def block(layer: int, use_moe: bool) -> int:
-        kind = dict(mixed_precision=mixed_precision, on_bf16_cpu=on_bf16_cpu, use_moe=use_moe)
-        return _block_activations(config, layer, batch_size, T, **kind)
+    def block(layer: int, F: int | None) -> int:
+        kind = dict(mixed_precision=mixed_precision, on_bf16_cpu=on_bf16_cpu)
+        return _block_activations(config, layer, batch_size, T, dense_size=F, **kind)
 
-    blocks = [block(layer, config.use_moe) for layer in range(config.num_layers)]
+    blocks = list(map(block, range(config.num_layers), _dense_sizes(config)))
     if activation_checkpointing:
         blocks = [4 * tokens * C] * config.num_layers + [max(blocks)]
     last = 0 if config.norm_position == "post" else 4 * tokens * C  # the last norm's input
-    further = _further_activations(config, tokens, width, block(config.num_layers - 1, False))
+    one_more = block(config.num_layers - 1, config.resolved_intermediate_size)
+    further = _further_activations(config, tokens, width, one_more)
     activations = sum(blocks) + last + config.num_mtp_layers * further
     softcap = config.final_logit_softcapping is not None
     dtype = torch.bfloat16 if mixed_precision else torch.float32

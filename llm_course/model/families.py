@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHANGES', 'OURS_ALONE', 'VALUES', 'GPT2', 'LLAMA', 'MISTRAL', 'QWEN2', 'QWEN3', 'MIXTRAL', 'QWEN3_MOE', 'GEMMA2',
-           'PHI3', 'FAMILIES', 'Change', 'Rule', 'rules', 'tensor_rules', 'Key', 'Family', 'read_config',
-           'write_config']
+           'PHI3', 'OLMO2', 'OLMO3', 'GEMMA3', 'SMOLLM3', 'GRANITE', 'QWEN2_MOE', 'FAMILIES', 'Change', 'Rule', 'rules',
+           'tensor_rules', 'Key', 'Family', 'read_config', 'write_config']
 
 # %% ../../nbs/11a_families.ipynb #ce70c212
 import re
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..checks import check_sizes
 from .config import ModelConfig
-from .embedding import RopeScaling
+from .rope_scaling import RopeScaling
 
 # %% ../../nbs/11a_families.ipynb #9b81ab93
 class Change(NamedTuple):
@@ -128,6 +129,20 @@ def _windows(
     return ["sliding_attention" if windowed(i) else "full_attention" for i in layers]
 
 
+def _rope_layers(flags: Any, hf: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer rotates, by a flag for each, or in all but each fourth or so."""
+    interval = hf.get("no_rope_layer_interval", 4)
+    layers = range(hf["num_hidden_layers"])
+    return [bool(flags[i] if flags else (i + 1) % interval) for i in layers]
+
+
+def _dense_layers(named: Any, hf: Mapping[str, Any]) -> list[int] | None:
+    """The layers without experts: those that are named, and those between sparse steps."""
+    (step,) = check_sizes(decoder_sparse_step=hf.get("decoder_sparse_step", 1))
+    layers = range(hf["num_hidden_layers"])
+    return [i for i in layers if i in (named or []) or (i + 1) % step] or None
+
+# %% ../../nbs/11a_families.ipynb #f2values
 VALUES = {  # read gets the value and the whole config.json
     "same": Change(lambda x, hf: x, lambda x: x),
     "activation": Change(
@@ -149,6 +164,40 @@ VALUES = {  # read gets the value and the whole config.json
         lambda x: x,
     ),
     "even_layers": Change(lambda x, hf: _windows(x, hf, lambda i: i % 2 == 0), lambda x: x),
+    # without a window too: the base of the rotation depends on the type of a layer
+    "three_of_four": Change(
+        lambda x, hf: x or _windows(x, hf, lambda i: (i + 1) % 4 > 0), lambda x: x
+    ),
+    "five_of_six": Change(
+        lambda x, hf: (
+            x or _windows(x, hf, lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0)
+        ),
+        lambda x: x,
+    ),
+    "early_even_layers": Change(
+        lambda x, hf: _windows(
+            x,
+            hf,
+            lambda i: i % 2 == 0 and i < hf.get("max_window_layers", 28),
+            hf.get("use_sliding_window", False),
+        ),
+        lambda x: x,
+    ),
+    "layers_without_rope": Change(
+        lambda x, hf: _windows(
+            x,
+            hf,
+            lambda i: not _rope_layers(hf.get("no_rope_layers"), hf)[i],
+            hf.get("use_sliding_window", False),
+        ),
+        lambda x: x,
+    ),
+    "rope_layers": Change(_rope_layers, lambda x: x and [int(acts) for acts in x]),
+    "dense_layers": Change(_dense_layers, lambda x: x or []),
+    "if_dense": Change(
+        lambda x, hf: x if _dense_layers(hf.get("mlp_only_layers"), hf) else None,
+        lambda x: x or 4096,
+    ),
     "rope": Change(
         lambda x, hf: x and RopeScaling(**x),
         lambda x: x and {k: v for k, v in asdict(x).items() if v is not None},
@@ -382,12 +431,13 @@ QWEN3_MOE = replace(
     | _TOP_K
     | dict(
         intermediate_size=Key("moe_intermediate_size"),
+        dense_layers=Key("mlp_only_layers", None, "dense_layers"),
+        dense_intermediate_size=Key("intermediate_size", 6144, "if_dense"),
         num_experts=Key("num_experts|num_local_experts"),
         norm_topk_prob=Key("norm_topk_prob", False),
     ),
-    # experts in every layer
-    required=_SWITCH | dict(decoder_sparse_step=(1,), mlp_only_layers=([], None)),
-    harmless=("intermediate_size", "max_window_layers"),
+    required=_SWITCH,
+    harmless=("decoder_sparse_step", "max_window_layers"),
     tensors=LLAMA.tensors + _experts("layers.{i}.mlp", "gate_proj", "up_proj", "down_proj"),
 )
 GEMMA2 = replace(
@@ -433,11 +483,12 @@ PHI3 = replace(
     MISTRAL,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    keys={name: key for name, key in _KEYS.items() if name != "rope_scaling"}
+    keys=_KEYS
     | _HEAD
     | dict(
         num_kv_heads=Key("num_key_value_heads", None),
         sliding_window=Key("sliding_window", None),
+        partial_rotary_factor=Key("partial_rotary_factor", 1.0),
     ),
     required=dict(attention_bias=(False,), mlp_bias=(False,), lm_head_bias=(False,)),
     harmless=tuple("original_max_position_embeddings embd_pdrop resid_pdrop auto_map".split()),
@@ -450,16 +501,142 @@ PHI3 = replace(
     )
     + LLAMA.tensors,
 )
-FAMILIES = {
-    family.model_type: family
-    for family in (GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3)
+
+# %% ../../nbs/11a_families.ipynb #f1morefm
+_AFTER = {
+    "layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
+    "layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
 }
+# `_plain_rope` brings the base of the windowed layers to this key
+_LOCAL = "rope_local_base_freq"
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    keys=_KEYS
+    | _BIAS
+    | dict(
+        num_kv_heads=Key("num_key_value_heads", None),
+        rms_norm_eps=Key("rms_norm_eps", 1e-5),
+    ),
+    refused=_UNEVEN_HEADS,
+    fixed=dict(norm_position="output", qk_norm=True, qk_norm_over="projection"),
+    tensors=rules(_AFTER) + LLAMA.tensors,
+)
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    keys=dict(OLMO2.keys)
+    | dict(
+        sliding_window=Key("sliding_window", 4096, "or_unused"),
+        layer_types=Key("layer_types", None, "three_of_four"),
+        rope_theta=Key("rope_theta", 500_000.0),
+        sliding_rope_theta=Key(_LOCAL, 500_000.0),
+    ),
+)
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys={name: key for name, key in GEMMA2.keys.items() if name != "attn_logit_softcapping"}
+    | dict(
+        rms_norm_eps=Key("rms_norm_eps", 1e-6),
+        attention_scale=Key("query_pre_attn_scalar", 256, "inverse_square"),
+        final_logit_softcapping=Key("final_logit_softcapping", None),
+        layer_types=Key("layer_types", None, "five_of_six"),
+        rope_theta=Key("rope_theta", 1_000_000.0),
+        sliding_rope_theta=Key(_LOCAL, 10_000.0),
+    ),
+    fixed=dict(norm_position="sandwich", qk_norm=True),
+    # the last: a bound that is read and not used
+    required=dict(use_bidirectional_attention=(False, None), attn_logit_softcapping=(None,)),
+    harmless=("hidden_act", "sliding_window_pattern", "_sliding_window_pattern"),
+    tensors=rules(
+        {
+            f"layers.{{i}}.self_attn.{n}_norm.weight": f"layers.{{i}}.self_attn.{n}_norm.weight"
+            for n in "qk"
+        },
+        "plus_one",
+    )
+    + GEMMA2.tensors,
+)
+
+# %% ../../nbs/11a_families.ipynb #f3small1
+SMOLLM3 = replace(
+    LLAMA,
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    keys=dict(LLAMA.keys)
+    | dict(
+        num_kv_heads=Key("num_key_value_heads", 4),
+        sliding_window=Key("sliding_window", None, "if_used"),
+        layer_types=Key("layer_types", None, "layers_without_rope"),
+        rope_layers=Key("no_rope_layers", None, "rope_layers"),
+        rope_theta=Key("rope_theta", 2_000_000.0),
+        tie_word_embeddings=Key("tie_word_embeddings", True),
+    ),
+    required=_SWITCH,
+    harmless=("no_rope_layer_interval", "max_window_layers"),
+)
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    keys=dict(LLAMA.keys)
+    | dict(
+        embedding_scale=Key("embedding_multiplier", 1.0),
+        attention_scale=Key("attention_multiplier", 1.0),
+        residual_multiplier=Key("residual_multiplier", 1.0),
+        logits_scaling=Key("logits_scaling", 1.0),
+    ),
+)
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    keys=_KEYS
+    | _SWITCHED
+    | dict(
+        attention_bias=Key("qkv_bias", True),
+        layer_types=Key("layer_types", None, "early_even_layers"),
+        intermediate_size=Key("moe_intermediate_size"),
+        dense_layers=Key("mlp_only_layers", None, "dense_layers"),
+        dense_intermediate_size=Key("intermediate_size", 5632, "if_dense"),
+        num_experts=Key("num_experts"),
+        top_k=Key("num_experts_per_tok", 4),
+        norm_topk_prob=Key("norm_topk_prob", False),
+        shared_expert_intermediate_size=Key("shared_expert_intermediate_size"),
+    ),
+    fixed=dict(use_moe=True, attention_out_bias=False, shared_expert_gate=True),
+    tensors=QWEN3_MOE.tensors
+    + rules(
+        {
+            f"layers.{{i}}.mlp.{name}.weight": f"layers.{{i}}.mlp.{name}.weight"
+            for name in (
+                "shared_expert.gate_proj",
+                "shared_expert.up_proj",
+                "shared_expert.down_proj",
+                "shared_expert_gate",
+            )
+        }
+    ),
+)
+_ALL = (
+    *(GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3),
+    *(OLMO2, OLMO3, GEMMA3, SMOLLM3, GRANITE, QWEN2_MOE),
+)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 # %% ../../nbs/11a_families.ipynb #96baecda
-def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with its rotary settings in one spelling: `rope_theta` and `rope_scaling`.
+_TYPES = {"full_attention", "sliding_attention"}
+_SCALED = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
-    Earlier versions of transformers write these two, version 5 writes `rope_parameters`.
+
+def _one_rope(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The rotary settings of all layers, or of those without a window, and the base of the rest.
+
+    ValueError where there are two, or the windowed layers scale theirs.
     """
     new = hf.get("rope_parameters")
     old = hf.get("rope_scaling")
@@ -468,41 +645,114 @@ def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: rope_parameters={new!r} and rope_scaling={old!r}, "
             "expected an object or null"
         )
-    defaults = (("partial_rotary_factor", 1), ("truncate", True))
+    if new and old:
+        raise ValueError("config.json has rope_parameters and rope_scaling: they must stand once")
+    rope = new or old or {}
+    local = rope.get("sliding_attention")
+    nested = _LOCAL in _keys_of(hf) and ("full_attention" in rope or local is not None)
+    if not nested:
+        return rope, {}
+    whole = rope.get("full_attention") or {}
+    if not isinstance(whole, Mapping) or not isinstance(local or {}, Mapping):
+        raise ValueError(f"config.json: rope_parameters={new!r}, expected an object for each type")
+    theta = {name: value for name, value in (local or {}).items() if name != "rope_type"}
+    kind = (local or {}).get("rope_type", "default")
+    if kind != "default" or theta.keys() - {"rope_theta"} or rope.keys() - _TYPES:
+        raise ValueError(
+            f"config.json has rotary settings that are not supported: {new}. Layers with a window"
+            " have a rope_theta of their own, and no scaling"
+        )
+    return whole, {_LOCAL: theta["rope_theta"]} if "rope_theta" in theta else {}
+
+
+def _keys_of(hf: Mapping[str, Any]) -> set[str]:
+    """The names of the keys that this file's family reads."""
+    family = FAMILIES.get(str(hf.get("model_type")))
+    return {key.name for key in family.keys.values()} if family else set()
+
+# %% ../../nbs/11a_families.ipynb #f4plain1
+def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with its rotary settings in one spelling: `rope_theta` and `rope_scaling`.
+
+    Earlier versions of transformers write these two, version 5 writes `rope_parameters`.
+    """
+    given, local = _one_rope(hf)
     rope = {
         name: value
-        for name, value in (new or old or {}).items()
-        if value is not None and (name, value) not in defaults
+        for name, value in given.items()
+        if value is not None and (name, value) not in (("truncate", True),)
     }
     plain = {
         name: value for name, value in hf.items() if name not in ("rope_parameters", "rope_scaling")
-    }
-    if "rope_theta" in rope:
-        plain["rope_theta"] = rope.pop("rope_theta")
+    } | local
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            plain[name] = rope.pop(name)
 
     kinds = [rope.pop(name) for name in ("rope_type", "type") if name in rope] or ["default"]
     kind, *others = kinds
-    if kind in ("llama3", "yarn"):
-        rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    is_scaled = kind in ("linear", "llama3", "yarn")
+    is_scaled = kind in _SCALED
     allowed = {f.name for f in fields(RopeScaling)} if is_scaled else set()
     theta_differs = hf.get("rope_theta") not in (None, plain.get("rope_theta"))
-    said_twice = (new and old) or others not in ([], [kind]) or theta_differs
+    said_twice = others not in ([], [kind]) or theta_differs
     if not (is_scaled or kind == "default") or rope.keys() - allowed or said_twice:
         names = ("rope_theta", "rope_parameters", "rope_scaling")
-        given = {name: hf[name] for name in names if hf.get(name)}
+        found = {name: hf[name] for name in names if hf.get(name)}
         raise ValueError(
-            f"config.json has rotary settings that are not supported: {given}. rope_type must be "
-            "default, linear, llama3 or yarn, the same in all layers, without further keys, and "
-            "stand once"
+            f"config.json has rotary settings that are not supported: {found}. rope_type must be "
+            f"default, {', '.join(_SCALED[:-1])} or {_SCALED[-1]}, without further keys, and stand "
+            "once"
         )
-    return plain | ({"rope_scaling": {"rope_type": kind, **rope}} if is_scaled else {})
+    return plain | (_scaled_rope(kind, rope, hf) if is_scaled else {})
+
+
+def _scaled_rope(kind: Any, rope: dict[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` of a file, with what transformers takes from keys elsewhere in it."""
+    longest = hf.get("max_position_embeddings")
+    if kind == "dynamic":  # there it is the length of the training, and grows by the factor
+        scaling = {"rope_type": kind, **rope, "original_max_position_embeddings": longest}
+        return {
+            "rope_scaling": scaling,
+            "max_position_embeddings": round(longest * rope.get("factor", 1)),
+        }
+    if kind in ("llama3", "yarn", "longrope"):
+        rope.setdefault("original_max_position_embeddings", longest)
+    if kind == "longrope":
+        if hf.get("model_type") == "phi3":  # its own key comes first
+            rope["original_max_position_embeddings"] = hf.get(
+                "original_max_position_embeddings", 4096
+            )
+        rope.setdefault("factor", longest / rope["original_max_position_embeddings"])
+    if kind == "yarn" and hf.get("model_type") == "phi3":  # transformers takes it for longrope
+        raise ValueError(f"rope_scaling={ {'rope_type': kind} | rope } is not supported in a phi3")
+    return {"rope_scaling": {"rope_type": kind, **rope}}
+
+# %% ../../nbs/11a_families.ipynb #f4their1
+def _their_rope(hf: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The inverse of `_plain_rope`, in the spelling that the family's transformers class reads."""
+    scaling: dict[str, Any] = hf.get("rope_scaling") or {}
+    kind = scaling.get("rope_type")
+    if kind == "dynamic":
+        original = scaling.pop("original_max_position_embeddings")
+        hf = hf | {"max_position_embeddings": original}
+    if kind == "longrope" and family.model_type == "phi3":
+        original = scaling["original_max_position_embeddings"]
+        hf = hf | {"original_max_position_embeddings": original}
+    if _LOCAL not in {key.name for key in family.keys.values()}:
+        return hf
+    theta = hf.pop("rope_theta")
+    local = hf.pop(_LOCAL)
+    hf.pop("rope_scaling")
+    whole = (scaling or {"rope_type": "default"}) | {"rope_theta": theta}
+    windowed = {"rope_type": "default", "rope_theta": theta if local is None else local}
+    return hf | {"rope_parameters": {"full_attention": whole, "sliding_attention": windowed}}
 
 # %% ../../nbs/11a_families.ipynb #f1a0b002
 def _strange_keys(hf: Mapping[str, Any], family: Family) -> list[str]:
     """What is wrong with keys that are not settings: values we cannot compute, unknown names."""
-    required = _REQUIRED | dict(family.required) | {"architectures": ([family.architecture], None)}
     known = {name for key in family.keys.values() for name in key.name.split("|")}
+    required = {name: values for name, values in _REQUIRED.items() if name not in known}
+    required |= dict(family.required) | {"architectures": ([family.architecture], None)}
     known = known.union(_HARMLESS, family.harmless)
     faults = []
     for name, value in hf.items():
@@ -587,7 +837,11 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
         "router_z_loss_coef",
     }
     idle |= set() if config.use_moe else {"num_experts", "top_k", "norm_topk_prob"}
-    idle |= set() if config.position_type == "rope" else {"rope_theta", "rope_scaling"}
+    idle |= set() if config.qk_norm else {"qk_norm_over"}
+    rotary = {name for name in vars(config) if "rope" in name} | {"partial_rotary_factor"}
+    idle |= set() if config.position_type == "rope" else rotary
+    acts = config.rope_layers or [True] * config.num_layers
+    local = config.sliding_rope_theta or (None if config.rope_scaling else config.rope_theta)
     windows = [config.window_of(i) for i in range(config.num_layers)]
     out_bias = config.attention_out_bias
     facts = vars(config) | dict(
@@ -599,6 +853,10 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
         attention_out_bias=config.attention_bias if out_bias is None else out_bias,
         sliding_window=config.sliding_window if any(windows) else None,
         layer_types=["sliding_attention" if window else "full_attention" for window in windows],
+        sliding_rope_theta=local if any(windows) else None,
+        rope_layers=list(acts),
+        dense_layers=sorted(config.dense_layers or ()),
+        dense_intermediate_size=config.resolved_dense_size if config.dense_layers else None,
     )
     return {name: value for name, value in facts.items() if name not in idle}
 
@@ -613,6 +871,7 @@ def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         hf.setdefault(key.name.split("|")[0], value)
     if "use_sliding_window" in family.required:
         hf["use_sliding_window"] = hf["sliding_window"] is not None
+    hf = _their_rope(hf, family)
     if config.use_moe and (config.hidden_size % 8 or config.resolved_intermediate_size % 8):
         # the faster ways of transformers multiply rows of whole 16 bytes only
         hf["experts_implementation"] = "eager"
@@ -623,8 +882,11 @@ def _lost(config: ModelConfig, family: Family, hf: Mapping[str, Any]) -> list[st
     """What of `config` its file `hf` does not give back, and what transformers does not open."""
     back = copy(config)
     defaults = {field.name: field.default for field in fields(config)}
-    # past the checks of ModelConfig: what is lost may leave settings that don't go together
-    vars(back).update(defaults | _settings(hf, family))
+    try:
+        # past the checks of ModelConfig: what is lost may leave settings that don't go together
+        vars(back).update(defaults | _settings(hf, family))
+    except ValueError as error:  # a file that transformers reads in another way
+        return [str(error)]
     found = _facts(back)
     lost = [
         f"{name}={value!r}" for name, value in _facts(config).items() if value != found.get(name)

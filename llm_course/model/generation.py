@@ -170,7 +170,7 @@ def _write_tokens(
     context = model.config.max_position_embeddings
     finished = torch.zeros_like(mask[:, 0])
     cache: KVCache | None = None
-    modules = [*model.modules()]  # listed once: walking the model takes longer
+    modules = [*model.modules()]  # listed once, because walking the model takes time
     for remaining in range(max_new_tokens, 0, -1):
         if cache is None or cache.length == context:  # by now a full row has context + 1 tokens
             keep = context if cache is None else (context + 1) // 2
@@ -178,8 +178,7 @@ def _write_tokens(
             feed = ids
             position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
             padded = not mask.all()
-            # a prompt has a new shape, so a compiled model reads it in its plain form
-            run = getattr(model, "_orig_mod", model)
+            run = getattr(model, "_orig_mod", model)  # not compiled: each prompt has a new shape
         visible = mask if padded else None
         # for this call only: between two tokens others may use the model
         with evaluating(modules):

@@ -279,8 +279,9 @@ _NAMES = {  # ours to theirs, without the number of the layer
 
 def gguf_name(ours: str) -> str:
     """What GGUF calls a tensor of `DecoderModel`."""
-    layer, part, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(weight|bias)", ours).groups()  # type: ignore[union-attr]
-    place = "" if layer is None else f"blk.{layer}."
+    layer = re.match(r"layers\.(\d+)\.", ours)
+    place = f"blk.{layer[1]}." if layer else ""
+    part, _, kind = ours[layer.end() if layer else 0 :].rpartition(".")
     return f"{place}{_NAMES[part]}.{kind}"
 
 # %% ../../nbs/11c_gguf.ipynb #650cdc39

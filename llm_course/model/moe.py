@@ -285,7 +285,8 @@ class MoE(nn.Module):
 
     `forward(x)` maps (..., C) to (..., C) and returns `(y, RouterStats)`. No token is dropped.
     `intermediate_size` is the width of one expert, `shared_expert_intermediate_size` the width of
-    an additional `MLP` that every token uses, or None for none. `use_glu` and `activation` are
+    an additional `MLP` that every token uses, or None for none; with `shared_expert_gate` its
+    output is multiplied by a sigmoid of the token (Qwen2-MoE). `use_glu` and `activation` are
     options of `MLP`, `norm_topk_prob` of `Router`. The coefficients are the weights of
     `load_balancing_loss` and `router_z_loss`; 0 switches a loss off. `dropout` acts on the output,
     in training mode only.
@@ -303,6 +304,7 @@ class MoE(nn.Module):
         top_k: int,
         norm_topk_prob: bool = True,
         shared_expert_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,
         router_aux_loss_coef: float = 0.01,
         router_z_loss_coef: float = 0.0,
         use_glu: bool = True,
@@ -327,6 +329,8 @@ class MoE(nn.Module):
         if shared_expert_intermediate_size is not None:
             (shared,) = check_sizes(shared_expert_intermediate_size=shared_expert_intermediate_size)
             self.shared_expert = MLP(hidden_size, shared, use_glu=use_glu, activation=activation)
+        gated = shared_expert_gate and self.shared_expert is not None
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False) if gated else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
@@ -338,7 +342,10 @@ class MoE(nn.Module):
         counts = _load(routing.expert_index, E)
         out = mix_experts(self.experts, tokens, routing, counts).view(x.shape)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(x)
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = self.shared_expert_gate(x).sigmoid() * shared  # (..., 1) * (..., C)
+            out = out + shared
         return self.dropout(out), RouterStats(self._aux_loss(routing), counts)
 
     def _aux_loss(self, routing: Routing) -> Tensor:

@@ -57,7 +57,14 @@ class MultiTokenPrediction(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         C = config.hidden_size
-        dense = replace(config, use_moe=False, shared_expert_intermediate_size=None)
+        dense = replace(
+            config,
+            use_moe=False,
+            shared_expert_intermediate_size=None,
+            shared_expert_gate=False,
+            dense_layers=None,
+            dense_intermediate_size=None,
+        )
         self.hidden_norm = build_norm(config)
         self.embedding_norm = build_norm(config)
         self.eh_proj = Linear(2 * C, C, bias=False)

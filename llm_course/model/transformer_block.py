@@ -30,7 +30,9 @@ def build_attention(config: ModelConfig, layer_index: int) -> MultiHeadAttention
         head_dim=config.resolved_head_dim,
         attention_bias=config.attention_bias,
         attention_out_bias=config.attention_out_bias,
+        rotary_dim=config.rotary_dim_of(layer_index),
         qk_norm=config.qk_norm,
+        qk_norm_over=config.qk_norm_over,
         rms_norm_eps=config.rms_norm_eps,
         attention_scale=config.attention_scale,
         sliding_window=config.window_of(layer_index),
@@ -40,12 +42,12 @@ def build_attention(config: ModelConfig, layer_index: int) -> MultiHeadAttention
     )
 
 
-def build_mlp(config: ModelConfig) -> MLP | MoE:
-    """The MLP of a layer: a mixture of experts with `use_moe`, else a dense MLP."""
-    if not config.use_moe:
+def build_mlp(config: ModelConfig, layer_index: int = 0) -> MLP | MoE:
+    """The MLP of layer `layer_index`: a mixture of experts, or a dense MLP."""
+    if config.is_dense(layer_index):
         return MLP(
             config.hidden_size,
-            config.resolved_intermediate_size,
+            config.resolved_dense_size,
             use_glu=config.use_glu,
             bias=config.mlp_bias,
             dropout=config.dropout,
@@ -58,6 +60,7 @@ def build_mlp(config: ModelConfig) -> MLP | MoE:
         top_k=config.top_k,
         norm_topk_prob=config.norm_topk_prob,
         shared_expert_intermediate_size=config.shared_expert_intermediate_size,
+        shared_expert_gate=config.shared_expert_gate,
         router_aux_loss_coef=config.router_aux_loss_coef,
         router_z_loss_coef=config.router_z_loss_coef,
         use_glu=config.use_glu,
@@ -71,15 +74,17 @@ class TransformerBlock(nn.Module):
 
     `config` has the options. `layer_index` is the place of this layer in the model: it selects the
     window, and a cache stores the layer's keys under it. `config.norm_position` places the norms:
-    "pre" is x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), and
-    `config.residual_multiplier` scales the term that is added to x. `rms_norm_eps` is the epsilon
-    of all norms, including LayerNorms. `dropout` acts on the attention weights and on the output of
-    the MLP.
+    "pre" is x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), "output"
+    x + norm(f(x)), and `config.residual_multiplier` scales the term that is added to x.
+    `rms_norm_eps` is the epsilon of all norms, including LayerNorms. `dropout` acts on the
+    attention weights and on the output of the MLP.
 
     `forward(x, *, position_embeddings=None, mask=None, cache=None)` maps (B, T, C) to (B, T, C),
     and returns it with the `RouterStats` of the experts, or None for a dense block; arguments and
-    errors are those of `MultiHeadAttention`. Source: Vaswani et al. 2017, section 3.1 (post); Xiong
-    et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich).
+    errors are those of `MultiHeadAttention`. A layer with a window takes
+    `sliding_position_embeddings` instead, where they are given. Source: Vaswani et al. 2017,
+    section 3.1 (post); Xiong et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2
+    report 2025, section 3 (output).
     """
 
     def __init__(self, config: ModelConfig, layer_index: int = 0):
@@ -87,12 +92,12 @@ class TransformerBlock(nn.Module):
         self.norm_position = config.norm_position
         self.residual_multiplier = config.residual_multiplier
         self.self_attn = build_attention(config, layer_index)
-        self.mlp = build_mlp(config)
+        self.mlp = build_mlp(config, layer_index)
 
         def norm_if(wanted: bool) -> nn.Module:
             return build_norm(config) if wanted else nn.Identity()
 
-        before = config.norm_position != "post"
+        before = config.norm_position in ("pre", "sandwich")
         after = config.norm_position != "pre"
         self.input_layernorm = norm_if(before)
         self.attention_output_norm = norm_if(after)
@@ -104,9 +109,12 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        sliding_position_embeddings: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
+        if sliding_position_embeddings and self.self_attn.sliding_window:
+            position_embeddings = sliding_position_embeddings
         z = self.input_layernorm(x)
         y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
         x = self._add(x, y, self.attention_output_norm)

@@ -70,9 +70,8 @@ def _library_files() -> list[Path]:
     root = sysconfig.get_paths()["stdlib"]
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = (
-            set(subfolders) - _LEFT_OUT
-        )  # os.walk skips the folders that are removed from this list
+        # os.walk skips the folders that are removed from this list
+        subfolders[:] = set(subfolders) - _LEFT_OUT
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 

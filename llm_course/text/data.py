@@ -35,7 +35,13 @@ from llm_course.text.corpus import (
 )
 from .stories import split_stories
 from .token_file import TokenFile
-from .tokenization import SPECIAL_TOKENS, BPETokenizer
+from llm_course.text.tokenization import (
+    SPECIAL_TOKENS,
+    BaseTokenizer,
+    BPETokenizer,
+    SimpleCharacterTokenizer,
+    load_tokenizer,
+)
 
 # %% ../../nbs/02e_data.ipynb #fbf1f581
 class BaseDataModule:
@@ -226,7 +232,8 @@ class TextRecipe:
 
     `corpus`, `files`, `datasets`, `text_field` and `stories` are arguments of `load_corpus`, and
     `clean` lists steps of `CLEANING_STEPS`. `tokenizer` is "bpe", which trains a tokenizer of
-    `vocab_size` on the text, or the folder or file of an existing tokenizer. ValueError for lists
+    `vocab_size` on the text, "characters", which has an entry for each character of the text, or
+    the folder or file of an existing tokenizer. ValueError for lists
     that are strings, and for a `val_fraction` or a `vocab_size` out of range.
     """
 
@@ -259,26 +266,36 @@ class TextRecipe:
         )
         return clean_corpus(corpus, list(self.clean))
 
-    def given_tokenizer(self) -> BPETokenizer | None:
-        """Load the existing tokenizer, or return None if one is to be trained.
+    def given_tokenizer(self) -> BaseTokenizer | None:
+        """Load the existing tokenizer, or return None if one is to be made from the text.
 
         ValueError if the path doesn't exist or doesn't hold a tokenizer.
         """
-        if self.tokenizer == "bpe":
+        if self.tokenizer in ("bpe", "characters"):
             return None
         path = Path(self.tokenizer).expanduser()
         if not path.exists():
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} is neither a folder nor a file: name a folder with a"
-                f" {BPETokenizer.FILE_NAME}, or bpe, which trains a tokenizer on the text"
+                f" {BaseTokenizer.FILE_NAME}, or bpe or characters, which make a tokenizer from the"
+                " text"
             )
-        return BPETokenizer.load(path)
+        return load_tokenizer(path)
+
+    def make_tokenizer(self, documents: Sequence[str]) -> BaseTokenizer:
+        """Make a tokenizer from the training documents."""
+        if self.tokenizer == "characters":
+            characters = sorted(set().union(*documents))
+            names = SPECIAL_TOKENS[1:]  # <PAD> it has by itself
+            return SimpleCharacterTokenizer.from_text("".join(characters), special_tokens=names)
+        return BPETokenizer.train(documents, vocab_size=self.vocab_size)
 
     def made_of(self, corpus: Corpus) -> dict[str, Any]:
         """Return what determines the ids that are prepared from the cleaned `corpus`."""
+        by_character = self.tokenizer == "characters"
         return {
             "corpus_sha256": corpus.sha256,
-            "vocab_size_asked": self.vocab_size,
+            "vocab_size_asked": "characters" if by_character else self.vocab_size,
             "val_fraction": self.val_fraction,
             "seed": self.seed,
         }
@@ -290,7 +307,7 @@ class TextRecipe:
         return split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
 
 # %% ../../nbs/02e_data.ipynb #16791dee
-def _describe(tokenizer: BPETokenizer, headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _describe(tokenizer: BaseTokenizer, headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What `info.json` records about the tokenizer and about each split's token file."""
     info: dict[str, Any] = {
         "tokenizer_sha256": tokenizer.sha256,
@@ -321,16 +338,16 @@ class PreparedText:
             raise FileNotFoundError(f"{self.info_path} is missing: call prepare_data() first")
         return json.loads(self.info_path.read_text(encoding="utf-8"))
 
-    def read_tokenizer(self) -> BPETokenizer:
-        """Load the tokenizer."""
-        return BPETokenizer.load(self.folder)
+    def read_tokenizer(self) -> BaseTokenizer:
+        """Load the tokenizer, of whichever class it is."""
+        return load_tokenizer(self.folder)
 
     def has_tokenizer(self, sha256: str | None) -> bool:
         """Whether the tokenizer with this hash is there."""
-        exists = (self.folder / BPETokenizer.FILE_NAME).is_file()
+        exists = (self.folder / BaseTokenizer.FILE_NAME).is_file()
         return bool(sha256) and exists and self.read_tokenizer().sha256 == sha256
 
-    def open_tokens(self, split: str, tokenizer: BPETokenizer) -> TokenFile:
+    def open_tokens(self, split: str, tokenizer: BaseTokenizer) -> TokenFile:
         """Open the token file of a split."""
         return TokenFile(self.info_path.with_name(f"{split}.tokens"), tokenizer)
 
@@ -348,7 +365,10 @@ class PreparedText:
         return isinstance(info, dict) and wanted.items() <= info.items()
 
     def replace(
-        self, tokenizer: BPETokenizer, info: dict[str, Any], write: Callable[[Path, str], TokenFile]
+        self,
+        tokenizer: BaseTokenizer,
+        info: dict[str, Any],
+        write: Callable[[Path, str], TokenFile],
     ) -> None:
         """Write all files to a temporary folder, then move them into place, `info.json` last.
 
@@ -391,14 +411,14 @@ def prepare_text(
     """
     sha256 = expected.get("tokenizer_sha256")
     if prepared.has_tokenizer(sha256):  # a resumed run keeps its tokenizer
-        tokenizer: BPETokenizer | None = prepared.read_tokenizer()
+        tokenizer: BaseTokenizer | None = prepared.read_tokenizer()
     else:
         tokenizer = recipe.given_tokenizer()
     corpus, report = recipe.read(num_proc)
     made_of = recipe.made_of(corpus)
     if tokenizer is not None:
         made_of["tokenizer_sha256"] = tokenizer.sha256
-    # a tokenizer that has yet to be trained is compared below
+    # a tokenizer that has yet to be made is compared below
     actual = {"tokenizer_sha256": sha256} | made_of | batching
     check_same_data(expected, actual)
 
@@ -407,7 +427,7 @@ def prepare_text(
     if tokenizer is None and is_prepared:
         tokenizer = prepared.read_tokenizer()
     elif tokenizer is None:
-        tokenizer = BPETokenizer.train(documents["train"], vocab_size=recipe.vocab_size)
+        tokenizer = recipe.make_tokenizer(documents["train"])
     check_same_data(expected, actual | {"tokenizer_sha256": tokenizer.sha256})
     if is_prepared:
         return

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'CHAT_TOKENS', 'SpecialTokenSplitter', 'settled_parts', 'SavedAsJSON', 'chatml', 'check_ids',
-           'BaseTokenizer', 'SimpleCharacterTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer']
+           'BaseTokenizer', 'SimpleCharacterTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer',
+           'load_tokenizer']
 
 # %% ../../nbs/01b_tokenization.ipynb #8471d679
 import hashlib
@@ -300,17 +301,23 @@ class SimpleCharacterTokenizer(BaseTokenizer):
     """One token for each character of a vocabulary.
 
     `<PAD>` has id 0. `<UNK>` has id 1, which every character outside the vocabulary gets.
+    `special_tokens` come next, then the characters. ValueError for a name that is there twice.
     """
 
-    def __init__(self, characters: Iterable[str]):
-        self._entries = ["<PAD>", "<UNK>", *sorted(set("".join(characters)))]
-        self._ids = {character: i for i, character in enumerate(self._entries) if i > 1}
-        super().__init__(len(self._entries), {"<PAD>": 0, "<UNK>": 1})
+    def __init__(self, characters: Iterable[str], *, special_tokens: Iterable[str] = ()):
+        names = ["<PAD>", "<UNK>", *special_tokens]
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(
+                f"special token {twice[0]!r} is there twice: <PAD> and <UNK> always are"
+            )
+        self._entries = [*names, *sorted(set("".join(characters)))]
+        self._ids = {entry: i for i, entry in enumerate(self._entries) if i >= len(names)}
+        super().__init__(len(self._entries), {name: i for i, name in enumerate(names)})
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
+    def from_text(cls, text: str, *, special_tokens: Iterable[str] = ()) -> Self:
         """Build the vocabulary from the characters of `text`, sorted by code point."""
-        return cls(_valid(text))
+        return cls(_valid(text), special_tokens=special_tokens)
 
     def unknown_characters(self, text: str) -> Counter[str]:
         """Count the characters of `text` that become `<UNK>`."""
@@ -326,7 +333,10 @@ class SimpleCharacterTokenizer(BaseTokenizer):
         return "".join(map(self._entries.__getitem__, check_ids(ids, self.vocab_size)))
 
     def to_json(self) -> str:
-        return json.dumps({"type": type(self).__name__, "characters": "".join(self._ids)})
+        state: dict[str, Any] = {"type": type(self).__name__, "characters": "".join(self._ids)}
+        if further := list(self.special_tokens)[2:]:
+            state["special_tokens"] = further
+        return json.dumps(state)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -334,7 +344,10 @@ class SimpleCharacterTokenizer(BaseTokenizer):
         known = isinstance(state, dict) and "characters" in state
         if not known or state.get("type") != cls.__name__:
             raise ValueError("it was saved by a tokenizer of another class")
-        return cls.from_text(state["characters"])
+        further = state.get("special_tokens", [])
+        if not isinstance(further, list) or not all(isinstance(name, str) for name in further):
+            raise ValueError(f"special_tokens={further!r} must be a list of texts")
+        return cls.from_text(state["characters"], special_tokens=further)
 
 # %% ../../nbs/01b_tokenization.ipynb #4c94aebe
 class WordCache(dict[str, list[int]]):
@@ -417,6 +430,13 @@ def _byte_level(model: models.BPE, special_tokens: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(special_tokens))
     return tokenizer
+
+
+def _text_of(data: bytes) -> str:
+    """Decode UTF-8, with lone surrogates for invalid bytes; ValueError unless `data` is bytes."""
+    if not isinstance(data, bytes):
+        raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _warn_if_too_small(found: int, vocab_size: int) -> None:
@@ -519,9 +539,7 @@ class ByteBPETokenizer(BaseTokenizer):
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the ids of any bytes, valid UTF-8 or not, all of them encoded as ordinary text."""
-        if not isinstance(data, bytes):
-            raise ValueError(f"data must be bytes, not {type(data).__name__}: encode takes text")
-        return self._encode_ordinary(data.decode("utf-8", "surrogateescape"))
+        return self._encode_ordinary(_text_of(data))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of `ids`; raises the errors of `decode`."""
@@ -588,7 +606,7 @@ def _read_with_library(text: str) -> Tokenizer:
     except Exception as error:  # the library raises no finer class
         raise ValueError(f"the library cannot read it: {error!r}") from None
 
-
+# %% ../../nbs/01b_tokenization.ipynb #5b1e4ac7
 def _byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
     if tokenizer.normalizer is not None:
@@ -694,3 +712,20 @@ class BPETokenizer(BaseTokenizer):
     @classmethod
     def from_json(cls, text: str) -> Self:
         return cls(_read_with_library(text))
+
+# %% ../../nbs/01b_tokenization.ipynb #c2ldtok1
+def load_tokenizer(path: str | Path) -> BaseTokenizer:
+    """The tokenizer in a `tokenizer.json`, or in the folder that holds one, of whichever class.
+
+    FileNotFoundError or ValueError where there is none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= BaseTokenizer.FILE_NAME
+    text = file.read_text(encoding="utf-8")
+    try:
+        state = json.loads(text)
+        of_characters = isinstance(state, dict) and state.get("type") == "SimpleCharacterTokenizer"
+        return (SimpleCharacterTokenizer if of_characters else BPETokenizer).from_json(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} does not hold a tokenizer: {error}") from None

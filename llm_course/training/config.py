@@ -81,8 +81,9 @@ class DataConfig:
         text_field: the field that holds the text in .jsonl, .parquet and datasets.
         stories: which stories the corpus stories holds.
         clean: cleaning steps, in order.
-        tokenizer: bpe trains one on the text; the folder or file of a tokenizer reuses it.
-        vocab_size: entries of a tokenizer that is trained.
+        tokenizer: bpe trains one on the text, characters has an entry for each of its characters;
+            the folder or file of a tokenizer reuses it.
+        vocab_size: entries of a bpe tokenizer that is trained.
         sequence_length: tokens in a row (T).
         val_fraction: share of the text that is held out for validation.
         separate_documents: keep attention inside each document of a row.
@@ -377,6 +378,11 @@ def _undivided(config: "Config") -> Iterator[tuple[object, str, str]]:
         divides and config.model.use_moe,
         f"model.use_moe=True does not go with distributed.strategy={strategy}",
         "experts are not divided; take ddp or fsdp",
+    )
+    yield (
+        strategy.endswith("tp") and config.model.qk_norm and config.model.qk_norm_over != "head",
+        f"model.qk_norm_over=projection does not go with distributed.strategy={strategy}",
+        "no process has all heads; use ddp, fsdp or pp",
     )
     yield (
         divides and depth,

@@ -66,6 +66,7 @@ def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]
             "num_heads": model.num_heads,
             "num_kv_heads": model.num_kv_heads or model.num_heads,
             "intermediate_size": model.resolved_intermediate_size,
+            "dense_intermediate_size": model.resolved_dense_size,
         }
         for name, value in sizes.items():
             yield (
@@ -302,6 +303,7 @@ def keep_stage(model: DecoderModel, layers: range) -> None:
     parts = {
         "embedding": is_first or tied,
         "rotary": model.rotary is not None,
+        "sliding_rotary": model.sliding_rotary is not None,
         "norm": is_last,
         "lm_head": is_last or tied,
     } | {f"layers.{index}": True for index in layers}
@@ -329,10 +331,11 @@ class Stage(nn.Module):
         model = self.model
         position_ids = torch.arange(x.shape[1], device=x.device)
         recompute = model.activation_checkpointing and torch.is_grad_enabled()
+        rotary = (model.rotary, model.sliding_rotary)
         with self.autocast:
             if self.is_first:
                 x = model.embedding(x, position_ids)  # (B, T) -> (B, T, C)
-            context = block_context(model.rotary, position_ids, None, document_ids)
+            context = block_context(*rotary, position_ids, None, document_ids)
             return run_blocks(self.layers, x, context, cache=None, recompute=recompute)[0]
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from ..model.estimate import count_parameters, training_memory
 from ..model.generation import stream_text
 from ..model.gguf import find_gguf, gguf_tokenizer, load_gguf
 from ..model.pretrained import load_pretrained, pretrained_folder
-from ..text.tokenization import BPETokenizer
+from ..text.tokenization import BaseTokenizer, load_tokenizer
 from llm_course.training.callbacks import (
     EarlyStopping,
     LossPlot,
@@ -344,11 +344,11 @@ def _introduce(engine: TrainingEngine, logger: Logger) -> None:
 def _check_writes(engine: TrainingEngine, run_dir: Path) -> None:
     """ValueError where samples are asked of a run that can't write text."""
     config = engine.config
-    has_tokenizer = (run_dir / BPETokenizer.FILE_NAME).is_file()
+    has_tokenizer = (run_dir / BaseTokenizer.FILE_NAME).is_file()
     if not (isinstance(engine.model, DecoderModel) and has_tokenizer):
         raise ValueError(
             f"logging.sample_interval={config.logging.sample_interval} needs a run that writes"
-            f" text, and task={config.task!r} has no {BPETokenizer.FILE_NAME} in its folder, or no"
+            f" text, and task={config.task!r} has no {BaseTokenizer.FILE_NAME} in its folder, or no"
             " DecoderModel: leave it out, or set it to null"
         )
 
@@ -385,9 +385,9 @@ def initial_model(source: str, *, which: str = "latest") -> tuple[DecoderModel, 
     return load_pretrained(folder, dtype=torch.float32), folder
 
 
-def tokenizer_of(place: Path) -> BPETokenizer:
+def tokenizer_of(place: Path) -> BaseTokenizer:
     """The tokenizer in a folder or a GGUF file, the second that `initial_model` returns."""
-    return gguf_tokenizer(place) if place.is_file() else BPETokenizer.load(place)
+    return gguf_tokenizer(place) if place.is_file() else load_tokenizer(place)
 
 
 def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
@@ -452,24 +452,35 @@ def _load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
     engine.runtime.load_model(engine.model, initial.state_dict())
 
 # %% ../../nbs/19a_training.ipynb #16d21455
+def _needed_memory(config: Config, shape: ModelConfig) -> int:
+    """The bytes of a model's weights, gradients and moments, at least."""
+    count = count_parameters(shape)
+    memory = training_memory(shape, 1, 1)
+    moments = memory.optimizer
+    if config.optimization.optimizer == "muon":  # one for a matrix inside the model, else two
+        moments = 4 * (count.total + count.embedding + count.lm_head + count.norms)
+    return memory.weights + memory.gradients + moments
+
+
 def _check_memory(config: Config, runtime: Runtime) -> None:
     """ValueError where a language model alone would need more memory than there is."""
-    if config.task != "lm" or config.distributed.cpu_offload:  # it is spread over two memories
+    if config.task != "lm":
         return
     device = runtime.device(config.training.device)
-    there = memory_bytes(device)
-    shape = replace(
-        config.model, vocab_size=config.model.vocab_size or min(config.data.vocab_size, 256)
-    )
-    memory = training_memory(shape, 1, 1)
+    home = torch.device("cpu") if config.distributed.cpu_offload else device
+    there = memory_bytes(home)
+    vocab_size = config.model.vocab_size or min(config.data.vocab_size, 256)
+    shape = replace(config.model, vocab_size=vocab_size)
+    needed = _needed_memory(config, shape)
+    # each process has a share, or each of those that see the same data
     is_sharded = config.distributed.strategy.startswith("fsdp")
-    shares = runtime.world_size // (1 if is_sharded else runtime.data_world_size)
-    # half of AdamW's two moments: Muon has one
-    needed = (memory.weights + memory.gradients + memory.optimizer // 2) // shares
+    needed //= runtime.world_size // (1 if is_sharded else runtime.data_world_size)
+    if home.type == "cpu":  # which the processes of one machine have in common
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
     if there is not None and needed > there:
         raise ValueError(
             f"a model of {count_parameters(shape).total:,} parameters needs at least"
-            f" {needed / 1e9:,.0f} GB for weights, gradients and optimizer, and {device} has"
+            f" {needed / 1e9:,.0f} GB for weights, gradients and optimizer, and {home} has"
             f" {there / 1e9:,.0f} GB: make model.hidden_size, model.num_layers or"
             " model.num_experts smaller"
         )
@@ -585,7 +596,7 @@ def load_state(run_dir: str | Path, which: str = "latest") -> dict[str, Any]:
     return load_checkpoint(path)
 
 
-def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderModel, BPETokenizer]:
+def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderModel, BaseTokenizer]:
     """The model of a run's `latest` or `best` checkpoint, and its tokenizer.
 
     The model is in evaluation mode, on the CPU. ValueError where there is no such checkpoint, and
@@ -593,17 +604,17 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
     """
     state = load_state(run_dir, which)
     config = read_config(Path(run_dir) / "config.yaml")
-    if not Path(run_dir, BPETokenizer.FILE_NAME).is_file():
+    if not Path(run_dir, BaseTokenizer.FILE_NAME).is_file():
         raise ValueError(
-            f"{run_dir} holds a run of task={config.task!r} and no {BPETokenizer.FILE_NAME}, so it"
+            f"{run_dir} holds a run of task={config.task!r} and no {BaseTokenizer.FILE_NAME}, so it"
             " writes no text: measure it with "
             + shlex.join(["llm-course", "evaluate", "--run", str(run_dir)])
         )
-    tokenizer = BPETokenizer.load(run_dir)
+    tokenizer = load_tokenizer(run_dir)
     learned = state["data"].get("tokenizer_sha256", tokenizer.sha256)
     if tokenizer.sha256 != learned:
         raise ValueError(
-            f"{run_dir}/{BPETokenizer.FILE_NAME} ({tokenizer.sha256[:12]}) is not the tokenizer"
+            f"{run_dir}/{BaseTokenizer.FILE_NAME} ({tokenizer.sha256[:12]}) is not the tokenizer"
             f" that the model was trained with ({learned[:12]}): put that one back"
         )
     # the size of the vocabulary is all that build_model asks of the data
@@ -619,7 +630,7 @@ def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderMode
 
 # %% ../../nbs/19a_training.ipynb #f17e4bde
 def continuation(
-    model: Any, tokenizer: BPETokenizer, prompt: str, *, seed: int | None, **settings: Any
+    model: Any, tokenizer: BaseTokenizer, prompt: str, *, seed: int | None, **settings: Any
 ) -> Iterator[str]:
     """The text that `model` adds to `prompt`, piece by piece as it is generated.
 
@@ -639,5 +650,5 @@ def _sample(model: torch.nn.Module, *, run_dir: Path, config: Config) -> str:
     """The sample that a run writes: its prompt, and the model's continuation."""
     prompt = config.logging.sample_prompt
     settings = dict(max_new_tokens=config.logging.sample_tokens, seed=config.training.seed)
-    pieces = continuation(model, BPETokenizer.load(run_dir), prompt, **settings)
+    pieces = continuation(model, load_tokenizer(run_dir), prompt, **settings)
     return prompt + "".join(pieces)

@@ -145,9 +145,8 @@ def attention_saved_bytes(
         return N * (4 * 2 * H * (T + D) + width * H * (T + 2 * D))
     kept = N * (4 * H + width * 2 * (H + K) * D)  # log-sum-exps; queries, keys, values, output
     if sliding_window is not None and sliding_window < T:
-        kept += width * (
-            N * H * D + T * T
-        )  # the output once more, and one mask for the whole batch
+        # the output once more, and one mask for the whole batch
+        kept += width * (N * H * D + T * T)
     if width == 2 and on_bf16_cpu and T <= LONGEST_PRODUCTS:
         kept += N * H * (width * T - 4)  # two products keep the weights instead of log-sum-exps
     return kept
