@@ -142,7 +142,7 @@ def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tens
 def draw_candidates(
     ax: Axes, tokenizer: BPETokenizer, probabilities: Tensor, before: Tensor, bars: int = 10
 ) -> None:
-    """The likeliest tokens (V,): solid as the rules leave them, an outline as they were `before`."""
+    """The likeliest tokens (V,): solid as the rules leave them, outlined as they were `before`."""
     best = before.argsort(descending=True)[:bars]
     labels = [repr(tokenizer.decode([token]))[1:-1] for token in best.tolist()]
     places = range(len(labels))
