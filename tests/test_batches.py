@@ -121,7 +121,7 @@ def shifting_places(code: str, module: str) -> list[str]:
 
 # they train nothing
 NEIGHBOURS = {
-    "llm_course/model/generation.py:keep_top_p",
+    "llm_course/model/sampling.py:keep_top_p",
     "llm_course/model/generation.py:_check_prompts",
 }
 

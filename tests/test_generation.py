@@ -19,16 +19,18 @@ from llm_course.model.decoder import DecoderModel, DecoderOutput
 from llm_course.model.generation import (
     generate,
     generate_tokens,
+    pad_left,
+    stream_text,
+    until_stop,
+    whole_characters,
+)
+from llm_course.model.sampling import (
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    pad_left,
     penalize_repetition,
     sample,
-    stream_text,
     token_probabilities,
-    until_stop,
-    whole_characters,
 )
 from llm_course.model.speculative import accept_drafts, generate_speculatively
 from llm_course.text.tokenization import BPETokenizer, SimpleCharacterTokenizer

@@ -78,9 +78,9 @@ def install(python: Path, *what: str | Path) -> None:
 def test_wheel_holds_the_package_alone(wheel):
     files = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in files} == {"llm_course"}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "llm_course").rglob("*.py")} | {
-        "llm_course/py.typed"
-    }
+    package = ROOT / "llm_course"
+    data = [package / "py.typed", *(package / "pages" / "storyteller_model").iterdir()]
+    sources = {path.relative_to(ROOT).as_posix() for path in [*package.rglob("*.py"), *data]}
     assert {name for name in files if ".dist-info/" not in name} == sources
 
 

@@ -1,0 +1,298 @@
+"""What the pages of chapter 10 draw and measure: the stories of the storyteller above all."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from textwrap import fill
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from llm_course.model.decoder import DecoderModel
+from llm_course.model.generation import generate
+from llm_course.model.sampling import token_probabilities
+from llm_course.text.choices import Impossible
+from llm_course.text.stories import read_story
+from llm_course.text.tokenization import BPETokenizer
+
+# ------------------------------------------------------------------------------------- the stories
+
+
+def tell(
+    model: DecoderModel,
+    tokenizer: BPETokenizer,
+    prompt: str,
+    *,
+    tokens: int = 60,
+    texts: int = 1,
+    seed: int = 0,
+    **options: Any,
+) -> list[str]:
+    """Continuations of `prompt` with these options of `generate`, each with the prompt before it.
+
+    A story ends where the model ends it.
+    """
+    end = tokenizer.eos_token_id
+    assert end is not None
+    prompt_ids = [end, *tokenizer.encode(prompt)]
+    ids = generate(
+        model,
+        torch.tensor([prompt_ids]),
+        max_new_tokens=tokens,
+        num_return_sequences=texts,
+        stop_token_ids=[end],
+        pad_token_id=end,
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+    rows = [row[1:] for row in ids.tolist()]
+    rows = [row[: row.index(end)] if end in row else row for row in rows]
+    return [tokenizer.decode(row) for row in rows]
+
+
+def first_impossible(text: str, prompt: str = "") -> int:
+    """Where a story says the first thing that no easy story could say; its length if it doesn't.
+
+    The `prompt`, with which it begins, is taken to be possible.
+    """
+    try:
+        read_story(text, "easy")
+    except Impossible as fault:
+        return max(fault.position, len(prompt))
+    return len(text)
+
+
+def marked(text: str, prompt: str = "") -> str:
+    """The text on lines of equal width, with `>>>` where it first says something impossible."""
+    place = first_impossible(text, prompt)
+    if place < len(text):
+        text = f"{text[:place].rstrip()} >>> {text[place:].lstrip()}"
+    return fill(" ".join(text.split()), 98)
+
+
+def difference(texts: Sequence[str]) -> float:
+    """How much texts differ: the share of word triples that two of them do not have in common.
+
+    0 for equal texts, 1 where no triple of words occurs in two of them.
+    """
+    triples = []
+    for text in texts:
+        words = text.split()
+        triples.append(set(zip(words, words[1:], words[2:], strict=False)))
+    shares = [len(a ^ b) / max(len(a | b), 1) for a, b in combinations(triples, 2)]
+    return sum(shares) / len(shares)
+
+
+class Reach(NamedTuple):
+    """How far a sampler's stories get, in characters, and how much they differ."""
+
+    characters: float
+    difference: float
+
+
+def reach(
+    model: DecoderModel,
+    tokenizer: BPETokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    texts: int,
+    seed: int = 0,
+    **options: Any,
+) -> Reach:
+    """Measure some texts: how much of what the model wrote comes before the first impossible word,
+    on average, and how much the texts differ.
+    """
+    told = tell(model, tokenizer, prompt, tokens=tokens, texts=texts, seed=seed, **options)
+    new = [first_impossible(text, prompt) - len(prompt) for text in told]
+    return Reach(sum(new) / len(new), difference([text[len(prompt) :] for text in told]))
+
+
+# -------------------------------------------------------------------------------------- pictures
+
+
+def show_bars(groups: Mapping[str, Tensor], title: str) -> None:
+    """Groups of bars, one for each distribution over the same few tokens."""
+    size = len(next(iter(groups.values())))
+    plt.figure(figsize=(6, 2.3))
+    for i, (name, heights) in enumerate(groups.items()):
+        places = [(size + 1) * i + token for token in range(size)]
+        bars = plt.bar(places, heights.tolist(), label=name)
+        plt.bar_label(bars, fmt="%.2f", fontsize=8)
+    ticks = [(size + 1) * i + token for i in range(len(groups)) for token in range(size)]
+    plt.xticks(ticks, [str(token + 1) for token in range(size)] * len(groups))
+    plt.xlabel("token")
+    plt.ylabel("probability")
+    plt.ylim(0, 0.8)
+    plt.legend(fontsize=8)
+    plt.title(title)
+    plt.show()
+
+
+def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tensor:
+    """The logits (1, V) of the token that follows `text` at the start of a document."""
+    assert tokenizer.eos_token_id is not None
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(text)]])
+    with torch.no_grad():
+        return model(ids, logits_to_keep=1).logits[:, -1]
+
+
+def draw_candidates(
+    ax: Axes, tokenizer: BPETokenizer, probabilities: Tensor, before: Tensor, bars: int = 10
+) -> None:
+    """The likeliest tokens (V,): solid as the rules leave them, outlined as they were `before`."""
+    best = before.argsort(descending=True)[:bars]
+    labels = [repr(tokenizer.decode([token]))[1:-1] for token in best.tolist()]
+    places = range(len(labels))
+    ax.barh(places, before[best].tolist(), color="none", edgecolor="tab:gray", height=0.8)
+    ax.barh(places, probabilities[best].tolist(), color="tab:blue", alpha=0.75, height=0.5)
+    ax.set_yticks(places, [label.replace(" ", "\u00b7") for label in labels], fontsize=9)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    ax.set_xlabel("probability")
+
+
+def show_next(
+    model: DecoderModel,
+    tokenizer: BPETokenizer,
+    prompt: str,
+    *,
+    tokens: int = 40,
+    seed: int = 0,
+    **options: Any,
+) -> None:
+    """The next token's distribution before and after the rules, and a continuation below it."""
+    logits = next_logits(model, tokenizer, prompt)
+    left = token_probabilities(logits, **options)[0]
+    (text,) = tell(model, tokenizer, prompt, tokens=tokens, seed=seed, **options)
+    fig, ax = plt.subplots(figsize=(7, 4.6))
+    draw_candidates(ax, tokenizer, left, logits[0].softmax(-1))
+    ax.set_title(
+        f"{int((left > 0).sum())} tokens may follow (outlined: without any rule)", fontsize=10
+    )
+    fig.subplots_adjust(bottom=0.34, left=0.16, top=0.92)
+    fig.text(0.02, 0.2, marked(text, prompt), fontsize=8.5, family="monospace", va="top")
+    plt.show()
+
+
+def show_rules(
+    rows: Mapping[str, Tensor], rules: Mapping[str, Any], *, shown: int = 40
+) -> dict[tuple[str, str], int]:
+    """What each rule leaves of each row of logits (1, V), by rank; returns how many tokens."""
+    counts = {}
+    fig, axes = plt.subplots(len(rows), len(rules), figsize=(7, 3.2), sharex=True, sharey="row")
+    for line, (place, logits) in zip(axes, rows.items(), strict=True):
+        for ax, (name, rule) in zip(line, rules.items(), strict=True):
+            left = rule(logits).softmax(-1)[0].sort(descending=True).values
+            counts[place, name] = int((left > 0).sum())
+            ax.stairs(left[:shown], fill=True)
+            ax.set_title(f"{name}: {counts[place, name]} left", fontsize=8)
+        line[0].set_ylabel(place, fontsize=9)
+    fig.supxlabel("rank of the token", fontsize=9, y=0.03)
+    fig.suptitle("Top-k cuts at one rank; the others follow the shape", fontsize=11)
+    fig.tight_layout()
+    plt.show()
+    return counts
+
+
+def show_reach(by_temperature: Mapping[float, Reach], others: Mapping[str, Reach]) -> None:
+    """How far stories get and how much they differ, over temperature and against each other."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+    temperatures = list(by_temperature)
+    far = [found.characters for found in by_temperature.values()]
+    differ = [found.difference for found in by_temperature.values()]
+    left.plot(temperatures, far, "o-", color="tab:blue")
+    left.set_xlabel("temperature")
+    left.set_ylabel("characters until impossible", color="tab:blue")
+    other = left.twinx()
+    other.plot(temperatures, differ, "s--", color="tab:orange")
+    other.set_ylabel("difference of the texts", color="tab:orange")
+    other.set_ylim(-0.03, 1.03)
+    right.plot(differ, far, "o-", color="tab:gray")
+    for t, x, y in zip(temperatures, differ, far, strict=True):
+        right.annotate(f"{t:g}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
+    for (name, found), marker in zip(others.items(), "^Dv*", strict=False):
+        right.plot(found.difference, found.characters, marker, markersize=9, label=name)
+    right.set_xlabel("difference of the texts")
+    right.set_ylabel("characters until impossible")
+    right.set_xlim(-0.05, 1.1)
+    right.legend(fontsize=8)
+    fig.suptitle("A story can be safe or surprising; the rules decide how the two are traded")
+    fig.tight_layout()
+    plt.show()
+
+
+def show_padding(lengths: Sequence[int]) -> None:
+    """Prompts padded on the left and on the right, with their positions; the newest token dark."""
+    width = max(lengths)
+    fig, axes = plt.subplots(1, 2, figsize=(6, 2.0))
+    for ax, side in zip(axes, ("left", "right"), strict=True):
+        shade = torch.zeros(len(lengths), width)
+        for row, n in enumerate(lengths):
+            start = width - n if side == "left" else 0
+            shade[row, start : start + n] = 1
+            shade[row, start + n - 1] = 2
+            for position in range(n):
+                color = "white" if position == n - 1 else "black"
+                place = (start + position, row)
+                ax.text(*place, str(position), ha="center", va="center", color=color)
+        ax.imshow(shade, cmap="Blues", vmin=0, vmax=2.6, aspect="auto")
+        ax.set(title=f"padding on the {side}", xlabel="column", yticks=range(len(lengths)))
+    axes[0].set_ylabel("row")
+    fig.suptitle("Only on the left do the newest tokens share a column")
+    fig.tight_layout()
+    plt.show()
+
+
+def show_shares(shares: Mapping[str, float], ylabel: str, title: str) -> None:
+    """One bar for each way of doing something: the first is the right one."""
+    plt.figure(figsize=(6, 2.3))
+    colors = ["tab:blue"] + ["tab:orange"] * (len(shares) - 1)
+    plt.bar(list(shares), list(shares.values()), color=colors)
+    plt.ylabel(ylabel)
+    plt.title(title)
+    plt.show()
+
+
+def show_passes(prompt: int, new: int) -> tuple[int, int]:
+    """Which tokens each call reads without and with a cache; returns how many passes that makes."""
+    calls = torch.arange(prompt, prompt + new)[:, None]  # how many tokens the text has in each call
+    places = torch.arange(prompt + new - 1)
+    known = places < calls
+    fresh = known & (places >= torch.where(calls == prompt, 0, calls - 1))
+    fig, axes = plt.subplots(1, 2, figsize=(6, 2.3), sharey=True)
+    pictures = {"without a cache": known.int() + fresh, "with a cache": 2 * fresh}
+    extent = (-0.5, len(places) - 0.5, new + 0.5, 0.5)
+    for ax, (name, picture) in zip(axes, pictures.items(), strict=True):
+        ax.imshow(picture, cmap="Blues", vmin=0, vmax=2.6, aspect="auto", extent=extent)
+        ax.set_title(f"{name}: {int((picture > 0).sum())} passes", fontsize=9)
+        ax.set_xlabel("position in the text")
+    axes[0].set_ylabel("call")
+    fig.tight_layout()
+    plt.show()
+    return int(known.sum()), int(fresh.sum())
+
+
+def show_lines(
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    *,
+    log: bool = False,
+) -> None:
+    """Lines over `x`, on two logarithmic axes if `log`."""
+    plt.figure(figsize=(6, 2.6))
+    for (name, y), style in zip(lines.items(), ("o-", "s--", "^-.", ":"), strict=False):
+        plt.plot(x, y, style, label=name, markersize=4)
+    if log:
+        plt.xscale("log")
+        plt.yscale("log")
+    plt.xlabel(xlabel)
+    plt.ylabel(ylabel)
+    plt.legend(fontsize=8)
+    plt.title(title)
+    plt.show()
