@@ -1,0 +1,130 @@
+"""Demos and plots of the page on the first run."""
+
+import contextlib
+import io
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor
+
+from llm_course.model.decoder import DecoderModel
+from llm_course.text.token_file import TokenFile
+from llm_course.training.callbacks import read_metrics
+from llm_course.training.checkpointing import load_checkpoint
+from llm_course.training.run import continuation, load_run
+from llm_course.training.sources import read_config
+from llm_course.training.train import main
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def train(settings: str, run: str, *words: str) -> str:
+    """Call `llm-course train` with these settings, YAML, and return what it prints."""
+    Path("settings.yaml").write_text(settings, encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stderr(io.StringIO()):
+            status = main(["--config", "settings.yaml", "--run-dir", run, *words])
+    if status != 0:
+        raise RuntimeError(printed.getvalue())
+    return printed.getvalue()
+
+
+def sample_in(report: str) -> str:
+    """The text that the model wrote at the end of its training."""
+    return report.split("---\n")[1].strip()
+
+
+def untrained_model(run: str) -> DecoderModel:
+    """The model of a run as it was before the first step."""
+    config = read_config(f"{run}/config.yaml")
+    _, tokenizer = load_run(run)
+    torch.manual_seed(config.training.seed)
+    return DecoderModel(replace(config.model, vocab_size=tokenizer.vocab_size))
+
+
+def models_by_step(run: str) -> dict[int, DecoderModel]:
+    """The models of a run: the untrained one, and one for each checkpoint."""
+    models = {0: untrained_model(run).eval()}
+    for folder in sorted(Path(run, "checkpoints").glob("step_*")):
+        model = untrained_model(run)
+        model.load_state_dict(load_checkpoint(folder)["model"])
+        models[int(folder.name.removeprefix("step_"))] = model.eval()
+    return models
+
+
+def continue_text(run: str, model: DecoderModel, prompt: str) -> str:
+    """`prompt` and what a model of this run adds to it, the same each time."""
+    _, tokenizer = load_run(run)
+    return prompt + "".join(continuation(model, tokenizer, prompt, seed=0, max_new_tokens=100))
+
+
+def token_ids(run: str, split: str) -> Tensor:
+    """The token ids of a run's `train` or `val` text: (N,)."""
+    return torch.from_numpy(TokenFile(f"{run}/data/{split}.tokens")[:].astype(np.int64))
+
+
+def curve(run: str, key: str = "loss", *, steps: int | None = None) -> Curve:
+    """A column of metrics.jsonl and its steps: (steps, values), of the first `steps` rows."""
+    rows = [row for row in read_metrics(f"{run}/metrics.jsonl") if key in row][:steps]
+    return [row["step"] for row in rows], [row[key] for row in rows]
+
+
+def plot_curves(
+    title: str,
+    curves: Mapping[str, Curve],
+    *,
+    levels: Mapping[str, float] | None = None,
+    ylabel: str = "loss (nats per token)",
+) -> None:
+    """Curves over optimizer steps, and named levels to compare them with."""
+    plt.figure(figsize=(6, 2.8))
+    for (name, (steps, values)), style in zip(curves.items(), ("-", "--", "-."), strict=False):
+        marker = "o" if len(steps) < 20 else None
+        plt.plot(steps, values, style, label=name, marker=marker, markersize=4)
+    for name, level in (levels or {}).items():
+        plt.axhline(level, color="gray", linestyle=":")
+        plt.text(plt.xlim()[1], level, name, fontsize=8, ha="right", va="top")
+    plt.xlabel("optimizer step")
+    plt.ylabel(ylabel)
+    plt.legend(fontsize=8)
+    plt.title(title, fontsize=11)
+    plt.show()
+
+
+def plot_bits(title: str, bits: Mapping[str, float], *, ours: str) -> None:
+    """A bar of bits per byte for each model, `ours` in another colour."""
+    colors = ["tab:blue" if name == ours else "tab:gray" for name in bits]
+    plt.figure(figsize=(6, 2.8))
+    plt.bar_label(plt.bar(list(bits), list(bits.values()), color=colors), fmt="%.2f", fontsize=8)
+    plt.xticks(fontsize=8)
+    plt.ylabel("bits per byte (validation)")
+    plt.ylim(0, 1.15 * max(bits.values()))
+    plt.title(title, fontsize=11)
+    plt.show()
+
+
+def plot_next_tokens(prompt: str, probabilities: Tensor, pieces: Sequence[str]) -> None:
+    """The likeliest next tokens, the likeliest first."""
+    plt.figure(figsize=(6, 2.2))
+    bars = plt.bar(range(len(pieces)), probabilities.tolist())
+    plt.bar_label(bars, fmt="%.2f", fontsize=8)
+    plt.xticks(range(len(pieces)), [repr(piece) for piece in pieces], fontsize=8)
+    plt.ylim(0, 1.1)
+    plt.ylabel("probability")
+    plt.title(f"What comes after {prompt!r}", fontsize=10)
+    plt.show()
+
+
+def compressed_bits(text: bytes, after: bytes) -> float:
+    """Bits per byte of `text` in an .xz file that already holds `after`."""
+    return 8 * (len(lzma.compress(after + text)) - len(lzma.compress(after))) / len(text)
+
+
+def row_order(num_rows: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:
+    """The order in which a run reads its rows."""
+    return np.random.default_rng((seed, epoch)).permutation(num_rows)
