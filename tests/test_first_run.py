@@ -238,7 +238,7 @@ def test_resume_is_exact(folder, stop):
         (["--training.device", "abacus"], "training.device='abacus' cannot be used here"),
         (
             ["--model.initializer_range", "-1"],
-            "initializer_range=-1.0 must be positive and finite",
+            "initializer_range=-1 must be positive and finite",
         ),
         (["--optimization.beta1", "1.0"], "optimization.beta1=1.0 must be at least 0 and below 1"),
         (["--data.sequence_length", "64"], "does not fit model.max_position_embeddings=32"),
