@@ -93,15 +93,9 @@ def quick(folder: Path):
     )
 
 
-LIVE = [
-    "labels not shifted",
-    "validation text in training",
-    "a frozen block",
-    "loss in another unit",
-]
-
-
-@pytest.mark.parametrize("name", [*LIVE, "another tokenizer", "half of the labels masked"])
+@pytest.mark.parametrize(
+    "name", ["labels not shifted", "validation text in training", "a frozen block"]
+)
 def test_a_fault_is_named_without_a_band(name, tmp_path):
     assert named(train_with(FAULTS[name], quick(tmp_path))) == FAULTS[name].cause
 

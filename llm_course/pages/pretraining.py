@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 from llm_course.training.bands import Band, find_band
 from llm_course.model.config import ModelConfig
@@ -118,6 +119,13 @@ def column(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
     return [row["targets"] / 1000 for row in chosen], [row[name] for row in chosen]
 
 
+def _plain_ticks(axes: Any) -> None:
+    """Numbers such as 0.5 on a logarithmic axis, not powers of ten."""
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
 def plot_band(
     band: Band | None,
     rows: Sequence[Row],
@@ -139,6 +147,7 @@ def plot_band(
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="entropy of the text")
     axes.set(xlabel="thousand tokens", ylabel=name, yscale="log", title=title)
+    _plain_ticks(axes)
     axes.legend(fontsize=8)
 
 
@@ -248,6 +257,7 @@ def plot_bits(rows: Sequence[Row], entropy: float) -> None:
     axes[0].set(ylabel="bits per byte", ylim=(0, None), title="The loss, and the entropy (dotted)")
     axes[1].plot(tokens, [b - entropy for b in bits], "o-", color="tab:red")
     axes[1].set(ylabel="bits above the entropy", yscale="log", title="What is left to learn")
+    _plain_ticks(axes[1])
     for place in axes:
         place.set_xlabel("million tokens")
     plt.show()
