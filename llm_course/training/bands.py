@@ -103,13 +103,13 @@ class Band:
 
     Everything is computed with logarithms, because a loss varies in proportion to itself. At each
     point the spread is the standard deviation over the seeds, its square averaged with the
-    neighbours', and at least one percent. With n seeds a new run differs from their mean by sqrt(1
+    neighbours', and at least two percent. With n seeds a new run differs from their mean by sqrt(1
     + 1/n) such spreads; that is one unit of `deviations`, and a band is `WIDTH` of them on each
     side.
     """
 
     WIDTH = 4.0
-    LEAST_SPREAD = 0.01
+    LEAST_SPREAD = 0.02
 
     def __init__(self, name: str, entry: Mapping[str, Any]):
         self.name = name
