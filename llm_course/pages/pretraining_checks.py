@@ -269,8 +269,8 @@ def check_card_faults(card_faults: Callable[..., Any], changes: Mapping[str, Any
     assert isinstance(found, list), f"card_faults returned {found!r}, expected a list of names"
     wrongly = sorted(set(found) - set(changes))
     assert not wrongly, (
-        f"the claim {wrongly[0]}={HONEST.get(wrongly[0])!r} is true, and you call it false: the last"
-        " whole row and the last validation count, and 1% is for rounding"
+        f"the claim {wrongly[0]}={HONEST.get(wrongly[0])!r} is true, and you call it false: what"
+        " counts is the last whole row and the last validation, and 1% is for rounding"
     )
     missed = sorted(set(changes) - set(found))
     assert not missed, (

@@ -335,7 +335,7 @@ def _loss_scale(e: Evidence) -> str | None:
         )
     return None
 
-
+# %% ../../nbs/20c_diagnosis.ipynb #diagrules_code
 @_rule(
     "shifted labels", "Shift once, in the data or in the model: position t predicts token t + 1."
 )
