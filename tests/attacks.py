@@ -196,3 +196,102 @@ WITH_OS = [
         "wrote to the grader",
     ),
 ]
+
+# What needs the process in which the tests run: (name, exercise, cell, code, what the table says).
+# A cell does something that would help a wrong answer later; the tests never meet it.
+READER = """
+def choose_pair(words, lengths, *, min_frequency=2, max_bytes=None):
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            start, end = (int(x, 16) for x in line.split()[0].split("-"))
+            if "rw-p" in line:
+                memory.seek(start)
+                text = memory.read(end - start)
+                place = text.find(b"BEGIN HIDDEN " + b"TESTS")
+                if place > 0:
+                    raise ValueError(text[place : place + 500])
+"""
+BROKEN = "class MendedAttention(BrokenAttention):\n    pass\n"
+HOOKS = "hooks = torch.nn.modules.module\n"
+ZERO = "lambda module, given, made: made * 0"
+LATER = """
+def later():
+    while True:
+        torch.set_default_dtype(torch.float64)
+torch.storage.threading.Thread(target=later, daemon=True).start()
+"""
+LEFT_ON = "def mended_rotary(x, position_ids, rope_theta=1e4):\n    return x\n"
+SHARED = [
+    (
+        "a hook on every module",
+        "05_attention",
+        "task4-mend",
+        HOOKS + f"hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
+        "an output has the shape",
+    ),
+    (
+        "every weight is born zero",
+        "05_attention",
+        "task4-mend",
+        HOOKS + "hooks.register_module_parameter_registration_hook("
+        "lambda module, name, weight: torch.nn.Parameter(weight * 0))\n" + BROKEN,
+        "",
+    ),
+    (
+        "a hook, kept by a definition",
+        "05_attention",
+        "task4-mend",
+        HOOKS + f"kept = hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
+        "your code changed torch._global_forward_hooks",
+    ),
+    (
+        "a hook that a call registers",
+        "05_attention",
+        "task4-mend",
+        BROKEN + "    def forward(self, x):\n"
+        f"        torch.nn.modules.module.register_module_forward_hook({ZERO})\n"
+        "        return super().forward(x)\n",
+        "your code changed torch._global_forward_hooks",
+    ),
+    ("a thread that goes on", "03_embedding", "task4-mend", LATER + LEFT_ON, ""),
+    (
+        "a thread, begun by a definition",
+        "03_embedding",
+        "task4-mend",
+        LATER + "def begin():\n    torch.storage.threading.Thread(target=later).start()\n"
+        "    return torch.nn.Identity()\nbegun = begin()\n" + LEFT_ON,
+        "leaves a thread running",
+    ),
+    (
+        "another default dtype",
+        "03_embedding",
+        "task4-mend",
+        "torch.set_default_dtype(torch.float64)\n" + LEFT_ON,
+        "",
+    ),
+    (
+        "a mode that is never left",
+        "03_embedding",
+        "task4-mend",
+        "mode = torch.inference_mode()\nmode.__enter__()\n" + LEFT_ON,
+        "",
+    ),
+    (
+        "gradients by a hook on saved tensors",
+        "05_attention",
+        "task4-mend",
+        "saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x)\n"
+        "saved.__enter__()\n" + BROKEN,
+        "",
+    ),
+    ("the tests, read in memory", "01_tokenization", "task2-choose", READER, "PermissionError"),
+    (
+        "a process that waits for the tests",
+        "02_data",
+        "task2-collate",
+        "if os.fork() == 0:\n    while True:\n        for f in range(3, 20):\n"
+        "            try:\n                os.read(f, 10**6)\n            except OSError:\n"
+        "                pass\n",
+        "collate",
+    ),
+]
