@@ -75,8 +75,8 @@ SHADES = re.compile(r"\b(black|white|dark|pale|bright)", re.IGNORECASE)
 
 
 def translate_cell(cell: dict, near: str) -> None:
-    """Without what the reader needn't see; `#| fig-alt:` becomes the picture's text. A picture keeps
-    its colours in the dark theme if its text, or that `near` it, names a shade.
+    """Without what the reader needn't see; `#| fig-alt:` becomes the picture's text. In the dark
+    theme a picture stays as it was drawn if its text, or the text `near` it, names a shade.
     """
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":

@@ -454,6 +454,7 @@ class Session:
         self.bound: set[str] = set()  # by the student
         self.untouched: dict = {}  # what both sides share, before an answer could change it
         self.is_checked = True
+        self.leaves_thread = False
 
     def run(self, cell: dict) -> dict:
         """Run a cell; its error, whether it was refused, and what it printed."""
@@ -492,6 +493,8 @@ class Session:
 
     def run_test(self, cell: dict) -> None:
         self.check_shared()
+        if self.leaves_thread:
+            raise Refused("a definition of yours leaves a thread running")
         self.begin_answer()
         exec(compile(cell["source"], f"<{cell['name']}>", "exec"), self.teacher)
         self.check_shared()
@@ -518,8 +521,7 @@ class Session:
         tree.body = definitions(tree.body, set(cell["plain"]))
         threads = threading.active_count()
         self.execute(tree, cell["name"])
-        if threading.active_count() > threads:
-            raise Refused("a definition of yours leaves a thread running")
+        self.leaves_thread |= threading.active_count() > threads
         for name in self.asked & set(cell["bound"]) - self.student.keys():
             raise Refused(NOT_REPEATED.format(name))
 
@@ -556,11 +558,11 @@ class Session:
         """Refuse what an answer did to what both sides import."""
         if self.is_checked:
             return
-        self.is_checked = True
         now = shared_parts()
         changed = [key for key, old in self.untouched.items() if not is_same(old, now.get(key))]
         if changed:
             raise Refused(f"your code changed {', '.join(map('.'.join, changed[:3]))}")
+        self.is_checked = True
 
 
 def own_copy(value: object) -> object:

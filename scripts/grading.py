@@ -232,6 +232,10 @@ def rebuild(handed_out: NotebookNode, submission: NotebookNode) -> NotebookNode:
             "its cells have lost nbgrader's metadata: ask for the answers in a fresh copy of the"
             " exercise"
         )
+    ours = handed_out.metadata.get("variant", 0)
+    theirs = submission.metadata.get("variant", 0)
+    if ours != theirs:
+        raise NotGraded(f"it is version {theirs!r} of the exercise, and you grade {ours}: SEED=N")
     built = nbformat.from_dict(handed_out)
     built.cells = list(more[""])
     for cell in handed_out.cells:

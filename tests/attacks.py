@@ -198,7 +198,7 @@ WITH_OS = [
 ]
 
 # What needs the process in which the tests run: (name, exercise, cell, code, what the table says).
-# A cell does something that would help a wrong answer later; the tests never meet it.
+# Hooks and memory earned points or showed hidden tests where cells and tests met in one process.
 READER = """
 def choose_pair(words, lengths, *, min_frequency=2, max_bytes=None):
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
@@ -214,13 +214,12 @@ def choose_pair(words, lengths, *, min_frequency=2, max_bytes=None):
 BROKEN = "class MendedAttention(BrokenAttention):\n    pass\n"
 HOOKS = "hooks = torch.nn.modules.module\n"
 ZERO = "lambda module, given, made: made * 0"
-LATER = """
+THREAD = f"""
 def later():
-    while True:
-        torch.set_default_dtype(torch.float64)
-torch.storage.threading.Thread(target=later, daemon=True).start()
+    hooks.register_module_forward_hook({ZERO})
+thread = torch.storage.threading.Thread(target=later)
+thread.start()
 """
-LEFT_ON = "def mended_rotary(x, position_ids, rope_theta=1e4):\n    return x\n"
 SHARED = [
     (
         "a hook on every module",
@@ -230,11 +229,11 @@ SHARED = [
         "an output has the shape",
     ),
     (
-        "every weight is born zero",
+        "a hook on what every module is given",
         "05_attention",
         "task4-mend",
-        HOOKS + "hooks.register_module_parameter_registration_hook("
-        "lambda module, name, weight: torch.nn.Parameter(weight * 0))\n" + BROKEN,
+        HOOKS + "hooks.register_module_forward_pre_hook("
+        "lambda module, given: tuple(x * 0 for x in given))\n" + BROKEN,
         "",
     ),
     (
@@ -253,45 +252,22 @@ SHARED = [
         "        return super().forward(x)\n",
         "your code changed torch._global_forward_hooks",
     ),
-    ("a thread that goes on", "03_embedding", "task4-mend", LATER + LEFT_ON, ""),
+    ("a hook by a thread", "05_attention", "task4-mend", HOOKS + THREAD + BROKEN, ""),
     (
         "a thread, begun by a definition",
-        "03_embedding",
-        "task4-mend",
-        LATER + "def begin():\n    torch.storage.threading.Thread(target=later).start()\n"
-        "    return torch.nn.Identity()\nbegun = begin()\n" + LEFT_ON,
-        "leaves a thread running",
-    ),
-    (
-        "another default dtype",
-        "03_embedding",
-        "task4-mend",
-        "torch.set_default_dtype(torch.float64)\n" + LEFT_ON,
-        "",
-    ),
-    (
-        "a mode that is never left",
-        "03_embedding",
-        "task4-mend",
-        "mode = torch.inference_mode()\nmode.__enter__()\n" + LEFT_ON,
-        "",
-    ),
-    (
-        "gradients by a hook on saved tensors",
         "05_attention",
         "task4-mend",
-        "saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x * 0, lambda x: x)\n"
-        "saved.__enter__()\n" + BROKEN,
-        "",
+        "def later():\n    while True:\n        pass\ndef begin():\n"
+        "    torch.storage.threading.Thread(target=later, daemon=True).start()\n"
+        "    return torch.nn.Identity()\nbegun = begin()\n" + BROKEN,
+        "leaves a thread running",
     ),
     ("the tests, read in memory", "01_tokenization", "task2-choose", READER, "PermissionError"),
     (
-        "a process that waits for the tests",
+        "a process that stays",
         "02_data",
         "task2-collate",
-        "if os.fork() == 0:\n    while True:\n        for f in range(3, 20):\n"
-        "            try:\n                os.read(f, 10**6)\n            except OSError:\n"
-        "                pass\n",
+        "if os.fork() == 0:\n    while True:\n        torch.storage.threading.Event().wait(1)\n",
         "collate",
     ),
 ]

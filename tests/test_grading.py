@@ -119,7 +119,7 @@ def test_ready_made_answer_earns_nothing(name, code, words):
     "name, exercise, cell, code, words", attacks.SHARED, ids=ids(attacks.SHARED)
 )
 def test_nothing_that_a_cell_did_meets_the_tests(name, exercise, cell, code, words):
-    """Each of these earned points, read tests or disturbed them, when both were in one process."""
+    """No hook, no thread and no process of a student's cell is there, nor can memory be read."""
     passed, said = outcome(exercise, cell, code, cell.split("-")[0])
     assert passed == [] and words in said
     assert "BEGIN HIDDEN" not in said
