@@ -158,7 +158,7 @@ def test_what_a_cell_defines_is_there_for_the_tests():
 
 
 def test_what_is_not_defined_anew_is_named():
-    code = "for number in range(3):\n    def choose_pair(*_, **__):\n        return None\n"
+    code = "for number in range(3):\n    def choose_pair(*rest, **more):\n        return None\n"
     passed, said = outcome("01_tokenization", "task2-choose", code, "task2")
     assert passed == [] and "`choose_pair` is made by a statement that the grader does not" in said
 
@@ -577,6 +577,60 @@ def test_similar_answers_are_listed():
     exercise = nbformat.read(sources[name], as_version=4)
     [pair] = similarity.similar_answers(notebooks, exercise, 0.6)
     assert (pair.students, pair.cell, pair.share) == (("ann", "ben"), cell.name, 1)
+
+
+# ---------------------------------------------------------------- versions by seed
+
+VARIED = json.loads(exercises.VARIANTS.read_text(encoding="utf-8"))
+
+
+def answers_in(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    return {grading.grade_id(c): c.source for c in notebook.cells if grading.is_answer(c)}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_a_version_is_right_for_any_seed(name, tmp_path):
+    """Its solution passes the tests, hidden ones too; the stored version's answers don't."""
+    stored = nbformat.read(sources[name], as_version=4)
+    texts = [cell.source for cell in stored.cells]
+    for seed, words in enumerate(exercises.variants_of(name)[1:], 1):
+        assert {old: sum(old in text for text in texts) for old in words} == dict.fromkeys(words, 1)
+        source = tmp_path / f"{name}.ipynb"
+        nbformat.write(exercises.vary(sources[name], seed), source)
+        exercise = grading.Exercise(source)
+        own = exercise.own
+        changed = {n for n in own if own[n] != exercise_called(name).own[n]}
+        varied = nbformat.read(source, as_version=4)
+        [task] = {grading.task_of(cell) for cell in changed}
+        for given, works in ((answers_in(varied), True), (answers_in(stored), False)):
+            tried = nbformat.from_dict(varied)
+            tasks = {id(c): grading.task_of(grading.grade_id(c)) for c in tried.cells}
+            tried.cells = [cell for cell in tried.cells if tasks[id(cell)] in ("", task)]
+            for cell in tried.cells:
+                cell.source = given.get(grading.grade_id(cell), cell.source)
+            grading.run_notebook(tried, exercise, WAY)
+            errors = {
+                grading.grade_id(cell)
+                for cell in tried.cells
+                for output in cell.get("outputs", ())
+                if output.output_type == "error"
+            }
+            assert errors == (set() if works else changed), seed
+
+
+def test_a_seed_is_given_to_a_class(tmp_path):
+    """What students get has its numbers; who hands in another version is told."""
+    [path] = exercises.release(
+        [sources["04_normalization"]], tmp_path / "c", tmp_path / "e", seed=7
+    )
+    text = path.read_text(encoding="utf-8")
+    assert "| x | 9 | 1 | 5 | -3 | 3 |" in text and "| x | 1 | 9 |" not in text
+    [same] = exercises.release([sources["06_mlp"]], tmp_path / "c", tmp_path / "e", seed=7)
+    assert "variant" not in nbformat.read(same, as_version=4).metadata
+    released = nbformat.read(path, as_version=4)
+    with pytest.raises(grading.NotGraded, match="version 0 of the exercise, and you grade 1"):
+        grading.rebuild(released, nbformat.read(sources["04_normalization"], as_version=4))
+    assert len(grading.rebuild(released, released).cells) == len(released.cells)
 
 
 # ---------------------------------------------------------------- all twenty
