@@ -133,7 +133,7 @@ class ModelParallel(DistributedManager):
     @cached_property
     def mesh(self) -> DeviceMesh:
         size = self.config.group_size(self.world_size)
-        device = resolve_device(self._device_name).type
+        device = resolve_device(self.device_name).type
         shape = (self.world_size // size, size)
         return init_device_mesh(device, shape, mesh_dim_names=("data", "model"))
 

@@ -389,7 +389,7 @@ def tokenizer_of(place: Path) -> BaseTokenizer:
     """The tokenizer in a folder or a GGUF file, the second that `initial_model` returns."""
     return gguf_tokenizer(place) if place.is_file() else load_tokenizer(place)
 
-
+# %% ../../nbs/19a_training.ipynb #19abegin
 def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
     """`config` with the shape and the tokenizer of the model that `init_from` names, and the model.
 
@@ -414,7 +414,7 @@ def _bring_tokenizer(config: Config) -> None:
     if file is not None:
         gguf_tokenizer(file).save(config.run_dir)
 
-
+# %% ../../nbs/19a_training.ipynb #19ashape
 def _with_model_of(config: Config, shape: ModelConfig, tokenizer: str) -> Config:
     """`config` with this shape and tokenizer; ValueError where it asks for others."""
     default = ModelConfig()
