@@ -364,8 +364,11 @@ def _new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_target(folder: Path) -> None:
-    """ValueError or FileExistsError where `folder` cannot become a new folder."""
+def _checked_target(target: str | Path) -> Path:
+    """`target` as a path; ValueError or FileExistsError where it can't become a new folder."""
+    if not isinstance(target, str | os.PathLike):
+        raise ValueError(f"folder={target!r} must be a path: name a new folder")
+    folder = Path(target)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(
             f"{folder} holds something: choose another folder, or delete it first"
@@ -375,10 +378,22 @@ def _check_target(folder: Path) -> None:
             f"folder={str(folder)!r} is the current folder, which cannot be replaced: "
             "name one inside it"
         )
+    return folder
 
 
-def _check_biases(model: DecoderModel) -> None:
-    """ValueError where a router has a bias: without it, tokens would go to other experts."""
+def _check_model(model: Any) -> None:
+    """ValueError for what is no DecoderModel, or holds what no file of any family can say."""
+    if not isinstance(model, DecoderModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}, expected a DecoderModel: "
+            "take it out of its wrapper"
+        )
+    dtype = model.embedding.embed_tokens.weight.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"the embedding table has dtype {dtype}, which load_pretrained would refuse: convert"
+            " the model, with .to(torch.bfloat16) for instance"
+        )
     for name, buffer in model.named_buffers():
         if name.endswith(OURS_ALONE) and buffer.any():
             raise ValueError(
@@ -419,33 +434,20 @@ def save_pretrained(
     Raises ValueError where no family can express the model, a number is not finite or the tokenizer
     does not fit, and FileExistsError where the folder holds something.
     """
-    if not isinstance(folder, str | os.PathLike):
-        raise ValueError(f"folder={folder!r} must be a path: name a new folder")
-    folder = Path(folder)
+    check_sizes(max_shard_size=max_shard_size)
+    _check_model(model)
+    folder = _checked_target(folder)
+    family, settings = write_config(model.config, model_type=model_type)
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, settings["vocab_size"])
     if chat_template is not None and (tokenizer is None or not isinstance(chat_template, str)):
         raise ValueError(
             f"chat_template={chat_template!r} must be a text, and goes with a tokenizer: give both"
         )
-    check_sizes(max_shard_size=max_shard_size)
-    if not isinstance(model, DecoderModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}, expected a DecoderModel: "
-            "take it out of its wrapper"
-        )
-    _check_target(folder)
-    family, settings = write_config(model.config, model_type=model_type)
-    _check_biases(model)
-    dtype = model.embedding.embed_tokens.weight.dtype
-    if dtype not in _DTYPES:
-        raise ValueError(
-            f"the embedding table has dtype {dtype}, which load_pretrained would refuse: convert"
-            " the model, with .to(torch.bfloat16) for instance"
-        )
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer, settings["vocab_size"])
 
     for role in ("bos", "eos", "pad"):
         settings[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id", None)
+    dtype = model.embedding.embed_tokens.weight.dtype
     settings["torch_dtype"] = str(dtype).removeprefix("torch.")
     with _new_folder(folder.resolve()) as temporary:  # resolve: where a link leads
         _write_tensors(_in_shards(model, family, max_shard_size), temporary)
