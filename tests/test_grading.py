@@ -535,9 +535,15 @@ def wrong_answers(name: str) -> dict[str, str]:
     return {answer.cell: answer.write(cells[answer.cell]) for answer in reversed(wrong)}
 
 
+@pytest.fixture(scope="module")
+def course(tmp_path_factory) -> Path:
+    """One gradebook for all: to make one takes longer than to write into it."""
+    return tmp_path_factory.mktemp("nbgrader") / "course"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sources)
-def test_exercise_is_graded(name, tmp_path):
+def test_exercise_is_graded(name, course, tmp_path):
     """Through nbgrader: the right copy has all points and a person's part waits, the wrong copy
     has none. (A blank: `test_release_gives_nothing_away`, and the class of one exercise above.)
     """
@@ -551,9 +557,7 @@ def test_exercise_is_graded(name, tmp_path):
     for student, text in texts.items():
         (tmp_path / "in" / student).mkdir(parents=True)
         (tmp_path / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
-    found, problems = exercises.grade(
-        tmp_path / "in", [sources[name]], tmp_path / "course", WAY.name
-    )
+    found, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
     assert problems == []
     scores = {(score.student, score.cell): score for score in found}
     tests = [cell for cell in corpus.cells_of(name) if cell.kind == "test"]
