@@ -261,7 +261,7 @@ class Runner:
         self.process = way.start(program, Path(self.folder.name))
         self.started = time.monotonic()
         self.rest = b""
-        self.wait = START_SECONDS  # besides, for the first reply
+        self.wait = START_SECONDS  # besides, for the first process
         self.write(
             {
                 "asked": sorted(exercise.asked),
@@ -289,11 +289,14 @@ class Runner:
             pass  # reading the reply says more
 
     def read_line(self, seconds: float, name: str) -> bytes:
+        """What comes until a line ends; `name` is the cell that runs, if one does."""
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.rest:
                 if not selector.select(max(0.0, until - time.monotonic())):
+                    if not name:
+                        raise NotGraded("it did not start in time: is the machine busy? Try again")
                     raise NotGraded(
                         f"the cell {name} did not end, and ignored the interrupt: look for a loop"
                         " that catches every exception"
@@ -320,7 +323,7 @@ class Runner:
     def begin(self) -> None:
         """End the process that has run cells, with all that it left, and begin a fresh one."""
         self.key = secrets.token_hex(16)
-        self.order({"key": self.key}, "before the first")
+        self.order({"key": self.key}, "")
 
     def run(self, cell: dict) -> dict:
         """Run a cell in the present process; its reply."""

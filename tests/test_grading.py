@@ -90,7 +90,6 @@ def ids(table: list) -> list[str]:
 def short_cells(monkeypatch):
     monkeypatch.setattr(grading, "CELL_SECONDS", 6.0)
     monkeypatch.setattr(grading, "PATIENCE", 2.0)
-    monkeypatch.setattr(grading, "START_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("name, code, words", attacks.PLAIN, ids=ids(attacks.PLAIN))
