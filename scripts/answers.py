@@ -520,8 +520,10 @@ class Session:
         self.student.lost |= set(cell["bound"])
         tree.body = definitions(tree.body, set(cell["plain"]))
         threads = threading.active_count()
-        self.execute(tree, cell["name"])
-        self.leaves_thread |= threading.active_count() > threads
+        try:
+            self.execute(tree, cell["name"])
+        finally:
+            self.leaves_thread |= threading.active_count() > threads
         for name in self.asked & set(cell["bound"]) - self.student.keys():
             raise Refused(NOT_REPEATED.format(name))
 
