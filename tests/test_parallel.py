@@ -106,7 +106,7 @@ def test_four_ranks_train_as_one_process(four_ranks, strategy):
     "mistake, bound", [("no sum", GRADIENT), ("untied", GRADIENT), ("own norm", TRAINED)]
 )
 def test_a_planted_mistake_is_found(two_ranks, mistake, bound):
-    assert two_ranks[mistake] > 10 * bound
+    assert two_ranks[mistake]["weights"] > 10 * bound
 
 
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
