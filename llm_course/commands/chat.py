@@ -61,11 +61,11 @@ def render_chat(template: str, messages: Sequence[Mapping[str, str]], **names: s
     except Exception as error:  # a template may fail in any way
         raise ValueError(f"the model's chat template cannot be used: {error}") from None
 
-# %% ../../nbs/19i_chat.ipynb #e64daf67
+# %% ../../nbs/19i_chat.ipynb #19iendof
 # what ends a turn, in the families that have a token for it
 END_OF_TURN = (CHAT_TOKENS[1], "<|eot_id|>", "<end_of_turn>")
 
-
+# %% ../../nbs/19i_chat.ipynb #e64daf67
 class ChatModel(NamedTuple):
     """A model, its tokenizer, and how a conversation is laid out for it."""
 

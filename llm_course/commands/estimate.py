@@ -64,7 +64,7 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     print(f"the whole run     {_duration(cost.seconds):>16}   {steps:,d} steps, {rest}")
     return 0
 
-
+# %% ../../nbs/19e_estimate.ipynb #19eunits
 def _duration(seconds: float) -> str:
     minutes = seconds / 60
     hours = seconds / 3600
