@@ -480,10 +480,9 @@ def check_typical(keep_typical: Answer, logits: Tensor, p: float) -> None:
         for rule, why in TYPICAL_SLIPS.items()
         if stay == [typical_loop(row, p, rule) for row in before.tolist()]
     )
+    slip = next(same, "Each row has its own entropy and its own order")
     for i, row in enumerate(before.tolist()):
-        _check_row(
-            i, row, found[i], p, next(same, "Each row has its own entropy and its own order")
-        )
+        _check_row(i, row, found[i], p, slip)
 
 
 def _check_row(i: int, row: list[float], found: Tensor, p: float, slip: str) -> None:
