@@ -1,8 +1,8 @@
 """No submission harms, cheats or ends the grading of others: the grader, and attacks on it.
 
-Every attack is run, one exercise goes through nbgrader with all kinds of files, and a right, a
-blank and a wrong copy of each of the twenty. Students' code runs in the best isolation that this
-machine has; what needs one is skipped where there is none.
+Every attack is run, one exercise goes through nbgrader with all kinds of files, and a right and a
+wrong copy of each of the twenty. Students' code runs in the best isolation that this machine has;
+what needs one is skipped where there is none.
 """
 
 import ast
@@ -535,27 +535,37 @@ def wrong_answers(name: str) -> dict[str, str]:
     return {answer.cell: answer.write(cells[answer.cell]) for answer in reversed(wrong)}
 
 
+@pytest.fixture(scope="module")
+def course(tmp_path_factory) -> Path:
+    """One gradebook for all: to make one takes longer than to write into it."""
+    return tmp_path_factory.mktemp("nbgrader") / "course"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sources)
-def test_exercise_is_graded(name, tmp_path):
-    """Through nbgrader: the right copy has all points, the blank and the wrong ones have none."""
-    course = tmp_path / "course"
-    [handed_out] = exercises.release([sources[name]], course, tmp_path / "exercises")
-    wrong = nbformat.read(handed_out, as_version=4)
+def test_exercise_is_graded(name, course, tmp_path):
+    """Through nbgrader: the right copy has all points and a person's part waits, the wrong copy
+    has none. (A blank: `test_release_gives_nothing_away`, and the class of one exercise above.)
+    """
+    wrong = nbformat.read(sources[name], as_version=4)
     for cell in wrong.cells:
         cell.source = wrong_answers(name).get(grading.grade_id(cell), cell.source)
     texts = {
-        "blank": handed_out.read_text(encoding="utf-8"),
         "solved": sources[name].read_text(encoding="utf-8"),
         "wrong": nbformat.writes(wrong),
     }
     for student, text in texts.items():
         (tmp_path / "in" / student).mkdir(parents=True)
         (tmp_path / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
-    scores, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
+    found, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
     assert problems == []
-    corpus.check_scores(corpus.cells_of(name), [s for s in scores if s.student != "wrong"])
-    tests = {cell.name for cell in corpus.cells_of(name) if cell.kind == "test"}
-    earned = [s.cell for s in scores if s.student == "wrong" and s.cell in tests and s.score]
-    refuted = {cell.split("-test")[0] for cell in tests if cell not in earned}
+    scores = {(score.student, score.cell): score for score in found}
+    tests = [cell for cell in corpus.cells_of(name) if cell.kind == "test"]
+    waiting = [cell for cell in corpus.cells_of(name) if cell.kind == "manual"]
+    assert scores.keys() == {(who, cell.name) for who in texts for cell in tests + waiting}
+    assert [cell.name for cell in tests if scores["solved", cell.name].score != cell.points] == []
+    for cell in waiting:
+        solved = scores["solved", cell.name]
+        assert (solved.score, solved.points) == (None, cell.points)
+    refuted = {c.name.split("-test")[0] for c in tests if not scores["wrong", c.name].score}
     assert refuted == wrong_answers(name).keys()

@@ -32,13 +32,17 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     tokens = training.batch_size * training.gradient_accumulation_steps * length
     parts = ", ".join(f"{name} {_size(size)}" for name, size in memory._asdict().items())
     processes = f" in each of {world_size} processes" if world_size > 1 else ""
+    strategy = config.distributed.strategy
+    fullest = f" in the fullest of {world_size} processes ({strategy})" if world_size > 1 else ""
+    divides = config.distributed.divides_model and world_size > 1
+    alone = " by one process with the whole model" if divides else processes
     print(f"parameters        {count.total:>16,d}   of which a token uses {count.active:,d}")
     print(f"FLOPs a token     {cost.flops:>16,.0f}   forward and backward")
     print(
         f"tokens a step     {tokens * data_parts:>16,d}   {training.gradient_accumulation_steps} x"
         f" {training.batch_size} rows of {length}{processes}"
     )
-    print(f"training memory   {_size(memory.total):>16}   at most, in tensors: {parts}")
+    print(f"training memory   {_size(memory.total):>16}   at most, in tensors{fullest}: {parts}")
     device = resolve_device(training.device).type
     speed = tokens / cost.step_seconds
     of_what = (
@@ -47,7 +51,7 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     print(f"process           {_size(cost.process_bytes):>16}   measured at its peak, {of_what}")
     print(
         f"step on {device:9} {_duration(cost.step_seconds):>16}   measured, {speed:,.0f} tokens a"
-        f" second{processes}"
+        f" second{alone}"
     )
     share = cost.validation_steps * cost.step_seconds / cost.seconds
     rest = f"{share:.0%} of the time for validation, {_duration(cost.warm_up_seconds)} to warm up"
