@@ -1,4 +1,4 @@
-"""What the exercises on pretraining ask of an answer, with messages that say what is wrong."""
+"""The visible checks of exercise 20, pretraining: each says what is wrong with an answer."""
 
 import json
 import math
