@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_course.model.normalization import RMSNorm
+from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 
 Activation = Callable[[Tensor], Tensor]
@@ -185,6 +186,52 @@ def reads(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return gradients[:, 0].abs().sum(-1) > 0  # (T, 1, T, C) -> (T, T)
 
 
+# ------------------------------------------------------------------- the neurons of a trained model
+
+
+@cache
+def story_reading(num_bytes: int = 16_000) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Tokens of stories, (N,), and what the MLP of each of the storyteller's layers reads there."""
+    model, tokenizer = load_storyteller()
+    text = "\n".join(story_documents("easy", num_bytes=num_bytes, seed=78))
+    ids = torch.tensor(tokenizer.encode(text))
+    ids = ids[: len(ids) // 256 * 256].view(-1, 256)
+    seen: list[Tensor] = []
+    blocks: list[Any] = list(model.layers)
+    hooks = [
+        block.mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].flatten(0, 1)))
+        for block in blocks
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return ids.flatten(), tuple(seen)
+
+
+@torch.no_grad()
+def read_neuron(layer: int, neuron: int, texts: int = 5) -> None:
+    """Print where a neuron of the storyteller is strongest, and which tokens its value promotes."""
+    model, tokenizer = load_storyteller()
+    ids, seen = story_reading()
+    block: Any = model.layers[layer]
+    mlp = block.mlp
+    gate = mlp.gate_proj.weight[neuron]
+    up = mlp.up_proj.weight[neuron]
+    strength = F.silu(seen[layer] @ gate) * (seen[layer] @ up)  # (N,)
+    words = {}
+    for place in strength.argsort(descending=True).tolist():
+        before = tokenizer.decode(ids[max(place - 4, 0) : place + 1].tolist())
+        if place % 256 > 4:  # else the model has read too little of the text
+            words.setdefault(" ".join(before.split()), None)
+        if len(words) == texts:
+            break
+    scores = model.embedding.embed_tokens.weight @ mlp.down_proj.weight[:, neuron]  # (V,)
+    best = scores.topk(6).indices.tolist()
+    print("strongest after:", *words, sep="\n    ... ")
+    print("promotes:", " | ".join(tokenizer.decode([token]).strip() for token in best))
+
+
 # ---------------------------------------------------------------------------- a model of next words
 
 
@@ -195,9 +242,6 @@ class StoryWords:
     words: tuple[str, ...]  # the vocabulary, most frequent first
     train: Tensor
     held_out: Tensor
-
-    def ids(self, text: str) -> Tensor:
-        return torch.tensor([self.words.index(word) for word in split_words(text)])
 
 
 def split_words(text: str) -> list[str]:
@@ -279,19 +323,6 @@ def train_words(
 def losses(models: Sequence[Sequence[NextWord]]) -> Tensor:
     """The held-out loss of each model, as a table."""
     return torch.tensor([[held_out_loss(model) for model in row] for row in models])
-
-
-@torch.no_grad()
-def continue_words(model: NextWord, prompt: str, count: int, *, seed: int = 0) -> str:
-    """`prompt` and `count` more words, drawn from the model's probabilities."""
-    data = story_words()
-    ids = data.ids(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        probability = model(ids[None, -NextWord.context :])[0][0].softmax(-1)
-        ids = torch.cat((ids, probability.multinomial(1, generator=generator)))
-    text = " ".join(data.words[i] for i in ids.tolist())
-    return re.sub(r" ([.,!?])", r"\1", text)
 
 
 def draw_race(rates: Sequence[float], runs: Mapping[str, Tensor]) -> None:
