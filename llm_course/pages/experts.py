@@ -484,9 +484,10 @@ def check_same(
 
 def mixtral_block(C: int, inner: int, num_experts: int, top_k: int) -> tuple[Any, MoE]:
     """Hugging Face's Mixtral layer with random weights, and ours with the same ones."""
-    from transformers import MixtralConfig
+    from transformers import MixtralConfig, logging
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+    logging.set_verbosity_error()  # it warns about a layer without its model
     sizes = {"hidden_size": C, "intermediate_size": inner, "num_attention_heads": 1}
     experts = {"num_local_experts": num_experts, "num_experts_per_tok": top_k}
     theirs = MixtralSparseMoeBlock(MixtralConfig(**sizes, **experts))
