@@ -147,7 +147,7 @@ def open_notebook(page, lab: dict, path: str, theme: str = THEMES[0]) -> None:
 def change_theme(page, theme: str) -> None:
     change = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
     page.evaluate(change, theme)
-    page.wait_for_selector(f"body[data-jp-theme-name='{theme}']")
+    page.wait_for_selector(f"body[data-jp-theme-name='{theme}']", state="attached")
 
 
 def wait_until_idle(page, seconds: float = 60) -> None:
