@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
@@ -163,6 +164,7 @@ OWNERS = {
     name: path.relative_to(ROOT).as_posix()
     for path in MODULES
     for name in private_names(path.read_text(encoding="utf-8"))
+    if not hasattr(NamedTuple("Any", []), name)  # `_fields` and `_asdict` are public there
 }
 
 

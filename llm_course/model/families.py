@@ -822,7 +822,7 @@ def _read_value(value: Any, key: Key, hf: Mapping[str, Any]) -> Any:
     except (TypeError, ArithmeticError) as error:
         raise ValueError(f"{key.name}={value!r} can't be used: {error}") from None
 
-
+# %% ../../nbs/11a_families.ipynb #11areadc
 def _their_names(message: str, family: Family) -> str:
     """The file's own names of the settings in `message`, where they differ from ours."""
     names = {
