@@ -367,6 +367,9 @@ def check_controls(page) -> int:
     for index in range(page.evaluate(f"() => {CURRENT}.content.widgets.length")):
         page.evaluate(f"i => {CURRENT}.content.scrollToItem(i)", index)
         cell = page.locator(f".jp-Cell[data-windowed-list-index='{index}']")
+        source = page.evaluate(f"i => {CURRENT}.content.widgets[i].model.sharedModel.source", index)
+        if re.search(r"(?m)^play\(|^@interact", source):
+            cell.locator(CONTROLS).first.wait_for()
         for control in cell.locator(CONTROLS).all():
             shown = "node => [...node.querySelectorAll('img, pre, .jp-RenderedHTMLCommon')]"
             shown += ".map(part => part.src || part.innerText).join()"
