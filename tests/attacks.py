@@ -238,7 +238,7 @@ SHARED = [
         "05_attention",
         "task4-mend",
         HOOKS + f"hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
-        "an output has the shape",
+        "",
     ),
     (
         "a hook on what every module is given",
