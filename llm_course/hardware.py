@@ -19,19 +19,20 @@ import torch
 from .checks import check_sizes
 
 # %% ../nbs/00d_hardware.ipynb #ef05c157
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str | torch.device, *, section: str = "training.") -> torch.device:
     """Resolve `auto` to the accelerator if there is one, else the CPU; PyTorch reads other names.
 
-    ValueError if the device can't be used on this machine.
+    ValueError if the device can't be used on this machine; `section` comes before the name of the
+    argument, `device`, in its message.
     """
-    if name == "meta":
-        raise ValueError("training.device='meta' holds no numbers to train on: try auto or cpu")
+    if str(name) == "meta":
+        raise ValueError(f"{section}device='meta' holds no numbers: try auto or cpu")
     if name != "auto":
         try:
             return torch.empty(0, device=name).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise ValueError(
-                f"training.device={name!r} cannot be used here: {error}. Try auto or cpu"
+                f"{section}device={str(name)!r} cannot be used here: {error}. Try auto or cpu"
             ) from None
     accelerator = None
     if torch.accelerator.is_available():

@@ -24,21 +24,31 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     training = config.training
     length = config.data.sequence_length
     world_size = config.distributed.world_size
-    data_parts = world_size // config.distributed.group_size(world_size)
+    strategy = config.distributed.strategy
+    size = config.distributed.group_size(world_size)  # processes that share a model
     cost = estimate_run(config)
     count = cost.parameters
     memory = cost.memory
     steps = cost.steps
-    tokens = training.batch_size * training.gradient_accumulation_steps * length
+    batches = training.gradient_accumulation_steps
+    tokens = training.batch_size * batches * length
     parts = ", ".join(f"{name} {_size(size)}" for name, size in memory._asdict().items())
-    processes = f" in each of {world_size} processes" if world_size > 1 else ""
+    fullest = each = alone = ""
+    if world_size > 1:
+        fullest = f" in the fullest of {world_size} processes ({strategy})"
+        each = (
+            f" in each group of {size} processes"
+            if size > 1
+            else f" in each of {world_size} processes"
+        )
+        alone = " by one process with the whole model" if strategy != "ddp" else each
     print(f"parameters        {count.total:>16,d}   of which a token uses {count.active:,d}")
     print(f"FLOPs a token     {cost.flops:>16,.0f}   forward and backward")
     print(
-        f"tokens a step     {tokens * data_parts:>16,d}   {training.gradient_accumulation_steps} x"
-        f" {training.batch_size} rows of {length}{processes}"
+        f"tokens a step     {tokens * world_size // size:>16,d}   {batches} x"
+        f" {training.batch_size} rows of {length}{each}"
     )
-    print(f"training memory   {_size(memory.total):>16}   at most, in tensors: {parts}")
+    print(f"training memory   {_size(memory.total):>16}   at most, in tensors{fullest}: {parts}")
     device = resolve_device(training.device).type
     speed = tokens / cost.step_seconds
     of_what = (
@@ -47,14 +57,14 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     print(f"process           {_size(cost.process_bytes):>16}   measured at its peak, {of_what}")
     print(
         f"step on {device:9} {_duration(cost.step_seconds):>16}   measured, {speed:,.0f} tokens a"
-        f" second{processes}"
+        f" second{alone}"
     )
     share = cost.validation_steps * cost.step_seconds / cost.seconds
     rest = f"{share:.0%} of the time for validation, {_duration(cost.warm_up_seconds)} to warm up"
     print(f"the whole run     {_duration(cost.seconds):>16}   {steps:,d} steps, {rest}")
     return 0
 
-
+# %% ../../nbs/19e_estimate.ipynb #19eunits
 def _duration(seconds: float) -> str:
     minutes = seconds / 60
     hours = seconds / 3600

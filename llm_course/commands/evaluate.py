@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from .generate import add_checkpoint_argument
 from ..training.engine import mean_loss
 from ..training.run import find_task, load_state
 from ..training.runtime import Runtime
@@ -29,12 +30,7 @@ def evaluate_command(argv: Sequence[str] | None = None) -> int:
         prog="llm-course evaluate", description="Measure the validation loss of a run."
     )
     parser.add_argument("--run", required=True, help="the folder of the run")
-    parser.add_argument(
-        "--checkpoint",
-        choices=("latest", "best"),
-        default="latest",
-        help="which checkpoint to load (default: latest)",
-    )
+    add_checkpoint_argument(parser)
     options = parser.parse_args(argv)
     run_dir = Path(options.run)
     state = load_state(run_dir, options.checkpoint)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .chat import ChatModel, open_chat_model
+from .chat import ChatModel, with_layout
+from .generate import add_model_arguments, open_model
 from ..model.gguf import ENCODINGS, save_gguf
 from ..model.pretrained import save_pretrained
 from ..text.tokenization import BPETokenizer, ByteBPETokenizer
@@ -47,20 +48,8 @@ def export_command(argv: Sequence[str] | None = None) -> int:
         description="Write a model and its tokenizer for other programs: a file that ends in .gguf"
         " for llama.cpp, any other name becomes a Hugging Face folder.",
     )
-    parser.add_argument(
-        "--model",
-        "--run",
-        dest="model",
-        required=True,
-        help="a run, a folder or model of Hugging Face, a .gguf file, or smollm2",
-    )
+    add_model_arguments(parser)
     parser.add_argument("--to", required=True, help="a .gguf file, or a new folder")
-    parser.add_argument(
-        "--checkpoint",
-        choices=("latest", "best"),
-        default="latest",
-        help="which one of a run (default: latest)",
-    )
     parser.add_argument(
         "--dtype",
         choices=list(ENCODINGS),
@@ -74,8 +63,8 @@ def export_command(argv: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"--dtype {options.dtype} is for .gguf files: a folder takes {', '.join(_DTYPES)}"
         )
-    chat = open_chat_model(options.model, which=options.checkpoint)
-    _write(chat, target, dtype=options.dtype, name=Path(options.model).stem)
+    chat = with_layout(*open_model(options))
+    _write(chat, target, dtype=options.dtype, name=Path(options.run or options.model).stem)
     layout = "" if chat.template is None else ", with its chat template"
     print(f"{target} holds the model and its tokenizer{layout}")
     return 0

@@ -44,14 +44,14 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Non
 
 
 def check_scale(**scale: float | None) -> None:
-    """ValueError if a factor of the scores is not positive and finite; None is the default."""
+    """ValueError if a factor of the scores isn't positive and finite; None is the default."""
     for name, value in scale.items():
         if value is not None:
             check_numbers("(0, inf)", hint="None is 1 / sqrt(head_dim)", **{name: value})
 
 
 def check_softcap(**softcap: float | None) -> None:
-    """ValueError if a cap is not positive, or too large for float32; None means no cap."""
+    """ValueError if a cap isn't positive, or is too large for float32; None means no cap."""
     for name, value in softcap.items():
         if value is not None:
             check_numbers("(0, 1e38)", hint="None means no cap", **{name: value})

@@ -70,7 +70,7 @@ class LayerCache:
         keys, values = self._buffers
         if (B, K, D) != (keys.shape[0], keys.shape[1], keys.shape[3]):
             raise ValueError(
-                f"keys {tuple(k.shape)} do not fit the buffers {tuple(keys.shape)}: a new batch"
+                f"keys {tuple(k.shape)} don't fit the buffers {tuple(keys.shape)}: a new batch"
                 " needs a new KVCache"
             )
         if (k.dtype, v.dtype) != (keys.dtype, values.dtype):

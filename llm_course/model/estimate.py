@@ -227,7 +227,7 @@ def _attention_activations(
         )
     )
 
-
+# %% ../../nbs/09e_estimate.ipynb #09emlpac
 def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: int | None) -> int:
     """Bytes that `dense_size` neurons, or a router with its experts, keep for backward."""
     C = config.hidden_size
@@ -251,7 +251,7 @@ def _mlp_activations(config: ModelConfig, tokens: int, width: int, dense_size: i
     kept += config.shared_expert_gate * tokens * C * width  # what the gate multiplies
     return kept + (inputs if shared and width == 2 else 0)
 
-
+# %% ../../nbs/09e_estimate.ipynb #09eblock
 def _block_activations(
     config: ModelConfig,
     layer: int,

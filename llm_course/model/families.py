@@ -16,23 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checks import check_sizes
+from ..checks import check_choice, check_numbers, check_sizes
 from .config import ModelConfig
 from .rope_scaling import RopeScaling
 
 # %% ../../nbs/11a_families.ipynb #9b81ab93
 class Change(NamedTuple):
-    """A change and its inverse.
+    """A conversion from their form to ours, and its inverse.
 
-    Of tensors, from list to list, where `read` gets the number of rows of each of ours as well; or
-    of a value, where `read` gets the whole config.json as well.
+    In CHANGES it converts lists of tensors: `read(tensors, rows)`, where `rows` has the number of
+    rows of each of our tensors, and `write(tensors)`. In VALUES it converts a setting:
+    `read(value, hf)`, where `hf` is the whole config.json, and `write(value)`.
     """
 
-    read: Callable[..., Any]  # theirs to ours: read(tensors, rows), or read(value, hf)
-    write: Callable[..., Any]  # ours to theirs: write(tensors), or write(value)
+    read: Callable[..., Any]  # theirs to ours
+    write: Callable[..., Any]  # ours to theirs
 
 
-CHANGES = {  # from a list of tensors to a list of tensors
+CHANGES = {  # of tensors: read(tensors, rows) and write(tensors)
     "same": Change(lambda ts, *_: list(ts), list),
     "transpose": Change(lambda ts, *_: [t.t() for t in ts], lambda ts: [t.t() for t in ts]),
     # (C, 3C) to three times (C, C)
@@ -56,13 +57,12 @@ class Rule(NamedTuple):
 
 
 def rules(table: Mapping[str, str], change: str = "same") -> tuple[Rule, ...]:
-    """A `Rule` for each entry of a table from their name to ours, or to several of ours.
+    """Make a `Rule` of each entry of a table, from their name to one or several of ours.
 
-    Several names are separated by blanks. An entry with {w} makes two rules, one for "weight" and
+    Several names are separated by spaces. An entry with {w} makes two rules, one for "weight" and
     one for "bias". Raises ValueError for a change that is not in CHANGES.
     """
-    if change not in CHANGES:
-        raise ValueError(f"change={change!r} is none of {', '.join(CHANGES)}")
+    check_choice(tuple(CHANGES), change=change)
     found = []
     for theirs, ours in table.items():
         for w in ("weight", "bias") if "{w}" in theirs else ("",):
@@ -75,9 +75,9 @@ OURS_ALONE = "gate.expert_bias"  # the end of the name of a buffer that no famil
 
 
 def tensor_rules(family: "Family", config: ModelConfig, names: Iterable[str]) -> list[Rule]:
-    """The rules for the tensors `names` of a model, with every layer and expert filled in.
+    """The family's rules for the tensors `names` of a model, with each layer and expert filled in.
 
-    Raises ValueError for a tensor that no rule of the family gives.
+    Raises ValueError for a tensor to which no rule of the family leads.
     """
     found = []
     wanted = {name for name in names if not name.endswith(OURS_ALONE)}
@@ -93,8 +93,8 @@ def tensor_rules(family: "Family", config: ModelConfig, names: Iterable[str]) ->
     if wanted:
         first = ", ".join(sorted(wanted)[:4])
         raise ValueError(
-            f"{family.model_type} has no rule for {len(wanted)} tensors: {first}. "
-            "Add them to Family.tensors"
+            f"{family.model_type} has no rule for {len(wanted)} of the model's tensors: {first}. "
+            "Add rules to Family.tensors"
         )
     return found
 
@@ -107,7 +107,7 @@ class Key(NamedTuple):
     change: str = "same"
 
 
-_ACTIVATION_NAMES = dict(  # of two names for one function, the later one is written
+_ACTIVATION_NAMES = dict(  # where two names mean one function, the later one is written
     swish="silu",
     silu="silu",
     gelu="gelu",
@@ -117,10 +117,22 @@ _ACTIVATION_NAMES = dict(  # of two names for one function, the later one is wri
 )
 
 
+def _our_activation(name: Any, hf: Mapping[str, Any]) -> str:
+    """Our name of an activation; a name that we don't know is left to ModelConfig to refuse."""
+    if not isinstance(name, str):
+        raise TypeError("expected the name of an activation")
+    return _ACTIVATION_NAMES.get(name, name)
+
+
+def _whole(hf: Mapping[str, Any], name: str, default: int, minimum: int = 1) -> int:
+    """A whole number of the file; ValueError for anything else, or below the minimum."""
+    return check_sizes(minimum, **{name: hf.get(name, default)})[0]
+
+
 def _windows(
     types: Any, hf: Mapping[str, Any], windowed: Callable[[int], bool], used: bool = True
 ) -> list[str] | None:
-    """`types`, or the family's rule for files older than this key; None without a window."""
+    """`types`, or without them what the family's rule says; None where no layer has a window."""
     if not used or hf.get("sliding_window", 4096) is None:
         return None
     if types:
@@ -130,23 +142,29 @@ def _windows(
 
 
 def _rope_layers(flags: Any, hf: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer rotates, by a flag for each, or in all but each fourth or so."""
-    interval = hf.get("no_rope_layer_interval", 4)
-    layers = range(hf["num_hidden_layers"])
-    return [bool(flags[i] if flags else (i + 1) % interval) for i in layers]
+    """Whether RoPE acts in each layer: by its flag, or in all but every `interval`th layer."""
+    interval = _whole(hf, "no_rope_layer_interval", 4)
+    num_layers = hf["num_hidden_layers"]
+    if not flags:
+        return [(i + 1) % interval > 0 for i in range(num_layers)]
+    if len(flags) != num_layers:
+        raise ValueError(
+            f"no_rope_layers has {len(flags)} entries, and num_hidden_layers={num_layers}"
+        )
+    return [bool(flag) for flag in flags]
 
 
 def _dense_layers(named: Any, hf: Mapping[str, Any]) -> list[int] | None:
-    """The layers without experts: those that are named, and those between sparse steps."""
-    (step,) = check_sizes(decoder_sparse_step=hf.get("decoder_sparse_step", 1))
+    """The layers without experts: those that are named, and those between two sparse steps."""
+    step = _whole(hf, "decoder_sparse_step", 1)
     layers = range(hf["num_hidden_layers"])
     return [i for i in layers if i in (named or []) or (i + 1) % step] or None
 
 # %% ../../nbs/11a_families.ipynb #f2values
-VALUES = {  # read gets the value and the whole config.json
+VALUES = {  # of settings: read(value, hf) and write(value)
     "same": Change(lambda x, hf: x, lambda x: x),
     "activation": Change(
-        lambda x, hf: _ACTIVATION_NAMES.get(x, x),
+        _our_activation,
         {ours: theirs for theirs, ours in _ACTIVATION_NAMES.items()}.get,
     ),
     "root": Change(lambda x, hf: x**0.5, lambda x: round(x**2)),
@@ -158,19 +176,19 @@ VALUES = {  # read gets the value and the whole config.json
         lambda x, hf: _windows(
             x,
             hf,
-            lambda i: i >= hf.get("max_window_layers", 28),
+            lambda i: i >= _whole(hf, "max_window_layers", 28, 0),
             hf.get("use_sliding_window", False),
         ),
         lambda x: x,
     ),
     "even_layers": Change(lambda x, hf: _windows(x, hf, lambda i: i % 2 == 0), lambda x: x),
-    # without a window too: the base of the rotation depends on the type of a layer
+    # also without a window, because the base of the rotation depends on a layer's type
     "three_of_four": Change(
         lambda x, hf: x or _windows(x, hf, lambda i: (i + 1) % 4 > 0), lambda x: x
     ),
     "five_of_six": Change(
         lambda x, hf: (
-            x or _windows(x, hf, lambda i: (i + 1) % hf.get("sliding_window_pattern", 6) > 0)
+            x or _windows(x, hf, lambda i: (i + 1) % _whole(hf, "sliding_window_pattern", 6) > 0)
         ),
         lambda x: x,
     ),
@@ -178,7 +196,7 @@ VALUES = {  # read gets the value and the whole config.json
         lambda x, hf: _windows(
             x,
             hf,
-            lambda i: i % 2 == 0 and i < hf.get("max_window_layers", 28),
+            lambda i: i % 2 == 0 and i < _whole(hf, "max_window_layers", 28, 0),
             hf.get("use_sliding_window", False),
         ),
         lambda x: x,
@@ -209,7 +227,7 @@ VALUES = {  # read gets the value and the whole config.json
 class Family:
     """How a family names and lays out its models in a Hugging Face folder.
 
-    It is data, which serves for reading and for writing.
+    The same data serves for reading and for writing.
     """
 
     model_type: str  # its name in config.json
@@ -217,19 +235,19 @@ class Family:
     keys: Mapping[str, Key]  # for each field of ModelConfig that config.json decides
     # the fields that all models of the family share
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # keys with the values that we can compute
+    # further keys, each with the values that we can compute; the first is written
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # what transformers does not open: in words, with our settings in braces, and when it is so
+    # models that transformers can't open: the reason, with our settings in braces, and a test
     refused: Mapping[str, Callable[[ModelConfig], Any]] = field(default_factory=dict)
-    harmless: tuple[str, ...] = ()  # further keys, which change nothing that we compute
-    # the first that fits is used; one for a tensor that a model lacks is not
+    harmless: tuple[str, ...] = ()  # further keys that change nothing we compute
+    # a tensor follows the first rule that fits it; rules for tensors that a model lacks are skipped
     tensors: tuple[Rule, ...]
-    prefix: str = "model."  # before all names but that of lm_head
-    # ends of the names of tensors that can be computed
+    prefix: str = "model."  # of all names but that of lm_head
+    # how the names of tensors end that are computed instead of read
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def stored(self, name: str) -> str:
-        """The name of a tensor in a file: with the prefix, but for the output layer."""
+        """The name of a tensor in a file: the output layer's is the only one without the prefix."""
         return name if name == "lm_head.weight" else self.prefix + name
 
 
@@ -549,7 +567,7 @@ GEMMA3 = replace(
         sliding_rope_theta=Key(_LOCAL, 10_000.0),
     ),
     fixed=dict(norm_position="sandwich", qk_norm=True),
-    # the last: a bound that is read and not used
+    # transformers reads the cap of attention's scores here, and doesn't use it
     required=dict(use_bidirectional_attention=(False, None), attn_logit_softcapping=(None,)),
     harmless=("hidden_act", "sliding_window_pattern", "_sliding_window_pattern"),
     tensors=rules(
@@ -591,6 +609,8 @@ GRANITE = replace(
         logits_scaling=Key("logits_scaling", 1.0),
     ),
 )
+
+# %% ../../nbs/11a_families.ipynb #11aqwen2
 QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
@@ -622,6 +642,8 @@ QWEN2_MOE = replace(
         }
     ),
 )
+
+# %% ../../nbs/11a_families.ipynb #11aallfm
 _ALL = (
     *(GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, PHI3),
     *(OLMO2, OLMO3, GEMMA3, SMOLLM3, GRANITE, QWEN2_MOE),
@@ -629,24 +651,23 @@ _ALL = (
 FAMILIES = {family.model_type: family for family in _ALL}
 
 # %% ../../nbs/11a_families.ipynb #96baecda
-_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _SCALED = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _one_rope(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The rotary settings of all layers, or of those without a window, and the base of the rest.
+    """The rotary settings, and, where layers with a window have a base of their own, that base.
 
-    ValueError where there are two, or the windowed layers scale theirs.
+    ValueError for settings that are given twice, and where layers with a window scale theirs.
     """
     new = hf.get("rope_parameters")
     old = hf.get("rope_scaling")
     if not isinstance(new or old or {}, Mapping):
         raise ValueError(
-            f"config.json: rope_parameters={new!r} and rope_scaling={old!r}, "
-            "expected an object or null"
+            f"rope_parameters={new!r} and rope_scaling={old!r}, expected an object or null"
         )
     if new and old:
-        raise ValueError("config.json has rope_parameters and rope_scaling: they must stand once")
+        raise ValueError("it has both rope_parameters and rope_scaling: keep one of them")
     rope = new or old or {}
     local = rope.get("sliding_attention")
     nested = _LOCAL in _keys_of(hf) and ("full_attention" in rope or local is not None)
@@ -654,12 +675,12 @@ def _one_rope(hf: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]
         return rope, {}
     whole = rope.get("full_attention") or {}
     if not isinstance(whole, Mapping) or not isinstance(local or {}, Mapping):
-        raise ValueError(f"config.json: rope_parameters={new!r}, expected an object for each type")
+        raise ValueError(f"rope_parameters={new!r}, expected an object for each type of layer")
     theta = {name: value for name, value in (local or {}).items() if name != "rope_type"}
     kind = (local or {}).get("rope_type", "default")
-    if kind != "default" or theta.keys() - {"rope_theta"} or rope.keys() - _TYPES:
+    if kind != "default" or theta.keys() - {"rope_theta"} or rope.keys() - _LAYER_TYPES:
         raise ValueError(
-            f"config.json has rotary settings that are not supported: {new}. Layers with a window"
+            f"its rotary settings are not supported: {new}. Layers with a window"
             " have a rope_theta of their own, and no scaling"
         )
     return whole, {_LOCAL: theta["rope_theta"]} if "rope_theta" in theta else {}
@@ -699,17 +720,18 @@ def _plain_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         names = ("rope_theta", "rope_parameters", "rope_scaling")
         found = {name: hf[name] for name in names if hf.get(name)}
         raise ValueError(
-            f"config.json has rotary settings that are not supported: {found}. rope_type must be "
-            f"default, {', '.join(_SCALED[:-1])} or {_SCALED[-1]}, without further keys, and stand "
-            "once"
+            f"its rotary settings are not supported: {found}. rope_type must be "
+            f"default, {', '.join(_SCALED[:-1])} or {_SCALED[-1]}, without keys of another type, "
+            "and each setting must be given once"
         )
     return plain | (_scaled_rope(kind, rope, hf) if is_scaled else {})
 
 
 def _scaled_rope(kind: Any, rope: dict[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_scaling` of a file, with what transformers takes from keys elsewhere in it."""
-    longest = hf.get("max_position_embeddings")
-    if kind == "dynamic":  # there it is the length of the training, and grows by the factor
+    """`rope_scaling` of a file, with what transformers takes from other keys of the file."""
+    (longest,) = check_sizes(max_position_embeddings=hf.get("max_position_embeddings"))
+    if kind == "dynamic":  # here the file gives the length before scaling
+        check_numbers("[1, inf)", factor=rope.get("factor", 1))
         scaling = {"rope_type": kind, **rope, "original_max_position_embeddings": longest}
         return {
             "rope_scaling": scaling,
@@ -722,8 +744,11 @@ def _scaled_rope(kind: Any, rope: dict[str, Any], hf: Mapping[str, Any]) -> dict
             rope["original_max_position_embeddings"] = hf.get(
                 "original_max_position_embeddings", 4096
             )
-        rope.setdefault("factor", longest / rope["original_max_position_embeddings"])
-    if kind == "yarn" and hf.get("model_type") == "phi3":  # transformers takes it for longrope
+        (original,) = check_sizes(
+            original_max_position_embeddings=rope["original_max_position_embeddings"]
+        )
+        rope.setdefault("factor", longest / original)
+    if kind == "yarn" and hf.get("model_type") == "phi3":  # transformers would take it for longrope
         raise ValueError(f"rope_scaling={ {'rope_type': kind} | rope } is not supported in a phi3")
     return {"rope_scaling": {"rope_type": kind, **rope}}
 
@@ -749,7 +774,7 @@ def _their_rope(hf: dict[str, Any], family: Family) -> dict[str, Any]:
 
 # %% ../../nbs/11a_families.ipynb #f1a0b002
 def _strange_keys(hf: Mapping[str, Any], family: Family) -> list[str]:
-    """What is wrong with keys that are not settings: values we cannot compute, unknown names."""
+    """What is wrong with keys that aren't settings: values we can't compute, and unknown names."""
     known = {name for key in family.keys.values() for name in key.name.split("|")}
     required = {name: values for name, values in _REQUIRED.items() if name not in known}
     required |= dict(family.required) | {"architectures": ([family.architecture], None)}
@@ -768,7 +793,7 @@ def _strange_keys(hf: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _stated(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """The value of each setting as the file or the family's default states it, and the faults."""
+    """The value of each setting, from the file or by the family's default, and what is wrong."""
     settings = {}
     faults = []
     for setting, key in family.keys.items():
@@ -783,20 +808,23 @@ def _settings(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """All settings that a config.json of this family decides; ValueError names what is wrong."""
     hf = _plain_rope(hf)
     stated, missing = _stated(hf, family)
-    try:
-        if faults := _strange_keys(hf, family) + missing:
-            raise ValueError("; ".join(faults))
-        settings = {
-            name: VALUES[family.keys[name].change].read(value, hf) for name, value in stated.items()
-        }
-    # ArithmeticError: 0**-0.5, or an integer too long for a float
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"config.json of a {family.model_type}: {error}") from None
+    if faults := _strange_keys(hf, family) + missing:
+        raise ValueError("; ".join(faults))
+    settings = {name: _read_value(value, family.keys[name], hf) for name, value in stated.items()}
     return settings | dict(family.fixed)
 
 
+def _read_value(value: Any, key: Key, hf: Mapping[str, Any]) -> Any:
+    """Convert the value of a key to that of our setting; ValueError where that can't be done."""
+    try:
+        return VALUES[key.change].read(value, hf)
+    # such as a list where a number belongs, 0**-0.5, or an integer too long for a float
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"{key.name}={value!r} can't be used: {error}") from None
+
+# %% ../../nbs/11a_families.ipynb #11areadc
 def _their_names(message: str, family: Family) -> str:
-    """What the file calls the settings in `message`, where it has other names for them."""
+    """The file's own names of the settings in `message`, where they differ from ours."""
     names = {
         setting: key.name.replace("|", " or ")
         for setting, key in family.keys.items()
@@ -806,18 +834,23 @@ def _their_names(message: str, family: Family) -> str:
 
 
 def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
-    """The family and the settings that a config.json describes.
+    """The family and the settings that a config.json describes, of which `hf` is the content.
 
-    Raises ValueError that names every key which is missing, unknown, or has a value that we cannot
+    Raises ValueError that names each key which is missing, unknown, or has a value that we can't
     compute.
     """
+    if not isinstance(hf, Mapping):
+        raise ValueError(f"config.json holds a {type(hf).__name__}, expected an object")
     family = FAMILIES.get(str(hf.get("model_type")))
     if family is None:
         raise ValueError(
             f"model_type={hf.get('model_type')!r} is none of {', '.join(FAMILIES)}: "
             "add a Family to FAMILIES"
         )
-    settings = _settings(hf, family)
+    try:
+        settings = _settings(hf, family)
+    except ValueError as error:  # which has the names of the file already
+        raise ValueError(f"config.json of a {family.model_type}: {error}") from None
     try:
         return family, ModelConfig(**settings)
     except (ValueError, ArithmeticError) as error:
@@ -827,7 +860,7 @@ def read_config(hf: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 # %% ../../nbs/11a_families.ipynb #072445b0
 def _facts(config: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what a model computes, each None replaced by its meaning."""
+    """The settings that decide what a model computes, each None replaced by what it means."""
     idle = {
         "dropout",
         "initializer_range",
@@ -862,7 +895,7 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
 
 
 def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The settings under the family's keys; what the family cannot express is lost."""
+    """The settings under the family's keys; what the family can't express is lost."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}
     hf |= {key: values[0] for key, values in family.required.items()}
     settings = vars(config) | _facts(config)
@@ -873,19 +906,19 @@ def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         hf["use_sliding_window"] = hf["sliding_window"] is not None
     hf = _their_rope(hf, family)
     if config.use_moe and (config.hidden_size % 8 or config.resolved_intermediate_size % 8):
-        # the faster ways of transformers multiply rows of whole 16 bytes only
+        # transformers' fast grouped products need rows of a multiple of 16 bytes
         hf["experts_implementation"] = "eager"
     return hf
 
 
 def _lost(config: ModelConfig, family: Family, hf: Mapping[str, Any]) -> list[str]:
-    """What of `config` its file `hf` does not give back, and what transformers does not open."""
+    """The settings of `config` that its file `hf` loses, and why transformers can't open it."""
     back = copy(config)
     defaults = {field.name: field.default for field in fields(config)}
     try:
-        # past the checks of ModelConfig: what is lost may leave settings that don't go together
+        # past ModelConfig's checks: with some settings lost, the others need not fit each other
         vars(back).update(defaults | _settings(hf, family))
-    except ValueError as error:  # a file that transformers reads in another way
+    except ValueError as error:  # such as yarn in a phi3
         return [str(error)]
     found = _facts(back)
     lost = [
@@ -900,12 +933,14 @@ def write_config(
 ) -> tuple[Family, dict[str, Any]]:
     """A family that can express `config`, and its config.json.
 
-    The family is the first whose file reads back as `config`, and which transformers opens, or
-    `model_type`. Settings of training are not written. Raises ValueError that names the settings
-    which the nearest families cannot express.
+    Without a `model_type` it is the first family whose file reads back as `config` and can be
+    opened by transformers. Settings that act in training alone are not written. Raises ValueError
+    that names the settings which the nearest families can't express.
     """
-    if model_type is not None and str(model_type) not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r} is none of {', '.join(FAMILIES)}")
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"config is a {type(config).__name__}, expected a ModelConfig")
+    if model_type is not None:
+        check_choice(tuple(FAMILIES), model_type=model_type)
     if config.vocab_size is None:
         raise ValueError("vocab_size=None: give ModelConfig the vocab_size of the tokenizer")
     lost = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checks import check_dtype, check_lists, check_shape, check_sizes
 from .cache import KVCache
 from .decoder import DecoderModel
-from .sampling import Filters, check_sampling, choose_token
+from .sampling import Filters, check_sampling, sample
 from ..text.tokenization import BaseTokenizer
 
 # %% ../../nbs/10c_generation.ipynb #4ea2a984
@@ -189,7 +189,7 @@ def _write_tokens(
                 cache=cache,
                 logits_to_keep=1,
             )
-        token = choose_token(out.logits[:, -1], seen=seen, **choice)  # (B,)
+        token = sample(out.logits[:, -1], seen=seen, **choice)  # (B,)
         if pad_token_id is not None:
             token = token.masked_fill(finished, pad_token_id)
         yield token

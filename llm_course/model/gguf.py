@@ -319,7 +319,7 @@ _SETTINGS = {  # of ModelConfig, and theirs behind the name of the architecture
 }
 _DEFAULTS = {"num_kv_heads": None, "head_dim": None, "rope_theta": 10_000.0}
 
-
+# %% ../../nbs/11c_gguf.ipynb #11cconfg
 def _as_written(value: Any) -> Any:
     """A float32 as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -647,7 +647,7 @@ def _architecture_of(config: ModelConfig) -> str:
             reasons.append(str(error))
     raise ValueError(f"no GGUF architecture fits: {reasons[0]}")
 
-
+# %% ../../nbs/11c_gguf.ipynb #11csavef
 def save_gguf(
     model: DecoderModel,
     tokenizer: BPETokenizer | ByteBPETokenizer,

@@ -9,6 +9,7 @@ __all__ = ['pretrained_folder', 'load_pretrained', 'save_pretrained']
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from ..checks import check_sizes
 from ..files import sync, write_text
+from ..hardware import resolve_device
+from .config import ModelConfig
 from .decoder import DecoderModel
 from llm_course.model.families import (
     CHANGES,
@@ -37,6 +40,7 @@ from ..text.tokenization import BPETokenizer, ByteBPETokenizer
 
 # %% ../../nbs/11b_pretrained.ipynb #8d2bdd92
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError or FileNotFoundError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,6 +49,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no JSON object: {error}") from None
+    except OSError as error:  # a folder, or no right to read
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object: it is a {type(content).__name__}")
     return content
@@ -119,10 +125,22 @@ def _expected_shapes(wanted: list[Rule], model: DecoderModel) -> dict[str, list[
     return shapes
 
 
+def _check_counts(config: ModelConfig, num_tensors: int) -> None:
+    """ValueError for more layers or experts than a folder has tensors, before any is built."""
+    counts = {"num_layers": config.num_layers}
+    if config.use_moe:
+        counts["num_experts"] = config.num_experts
+    for name, count in counts.items():
+        if count > num_tensors:
+            raise ValueError(
+                f"{name}={count} does not go with {num_tensors} tensors: was the download complete?"
+            )
+
+
 def _check_tensors(
     wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]], family: Family, model: DecoderModel
 ) -> None:
-    """ValueError names the tensors that are missing, unexpected, no floats, or of another shape."""
+    """ValueError names the tensors that are missing, unexpected, not floats or of another shape."""
     shapes = _expected_shapes(wanted, model)
     ignored = family.buffers + (("lm_head.weight",) if model.config.tie_word_embeddings else ())
     faults = [f"{family.stored(name)} is missing" for name in shapes if name not in tensors]
@@ -153,10 +171,14 @@ def pretrained_folder(name: str | Path) -> Path:
     """The folder of a model: `name` itself, or "org/name" of the Hugging Face hub, downloaded once.
 
     Raises FileNotFoundError for a name that is neither, ImportError without the extra `hub`, and
-    ValueError where the download fails.
+    ValueError where `name` is no name at all or the download fails.
     """
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise ValueError(f"{name!r} names no model: give a folder, or 'org/name' of the hub")
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).exists():  # not a name to look for on the hub
+        raise ValueError(f"{str(name)!r} is a file: give the folder that holds config.json")
     on_the_hub = r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*"  # what the hub allows: no ".." in it
     if not re.fullmatch(on_the_hub, str(name)):
         raise FileNotFoundError(
@@ -175,8 +197,11 @@ def pretrained_folder(name: str | Path) -> Path:
         raise ValueError(f"{str(name)!r} is no folder, and its download failed: {error}") from error
 
 # %% ../../nbs/11b_pretrained.ipynb #08a8d276
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
 def _is_finite(tensor: Tensor) -> bool:
-    # one pass, and no copy: NaN and infinity come through
+    """Whether a tensor holds neither NaN nor infinity, found in one pass and without a copy."""
     return all(end.isfinite() for end in tensor.aminmax())
 
 
@@ -229,28 +254,26 @@ def load_pretrained(
     """Load a model from a Hugging Face folder, or from "org/name" of the Hugging Face hub.
 
     Reads config.json, and model.safetensors or its shards. The weights are in memory once, in
-    `dtype` (default: the type of the files); the model is in evaluation mode. Nothing is unpickled.
+    `dtype` (default: the type of the files) on `device` ("auto" is the accelerator if there is
+    one); the model is in evaluation mode. Nothing is unpickled.
 
     Raises ValueError or FileNotFoundError that names each setting or tensor that is missing,
     unknown or does not fit.
     """
-    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if dtype not in (None, *_DTYPES):
         raise ValueError(
             f"dtype={dtype} must be a floating-point type of 16 bits or more, "
             "such as torch.bfloat16"
         )
-    if torch.device(device).type == "meta":
-        raise ValueError(
-            f"device={str(device)!r} holds no numbers: build DecoderModel(config) there, "
-            "and load nothing"
-        )
+    device = resolve_device(device, section="")
     folder = pretrained_folder(folder)
     family, config = read_config(_read_json(folder / "config.json"))
-    with torch.device("meta"):  # shapes, without memory for the numbers
-        model = DecoderModel(config)
-    wanted = tensor_rules(family, config, model.state_dict())
     with ExitStack() as stack:
         tensors = _open_tensors(folder, family.prefix, stack)
+        _check_counts(config, len(tensors))
+        with torch.device("meta"):  # shapes, without memory for the numbers
+            model = DecoderModel(config)
+        wanted = tensor_rules(family, config, model.state_dict())
         _check_tensors(wanted, tensors, family, model)
         state = _read_state(wanted, tensors, model, dtype, device)
     model.load_state_dict(state, assign=True)
@@ -258,6 +281,7 @@ def load_pretrained(
 
 # %% ../../nbs/11b_pretrained.ipynb #d270b067
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write an indented JSON object."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
@@ -273,6 +297,10 @@ def _in_shards(model: DecoderModel, family: Family, max_shard_size: int) -> list
     for rule in tensor_rules(family, model.config, ours):
         written = CHANGES[rule.change].write([ours[name] for name in rule.ours])
         for name, tensor in zip(map(family.stored, rule.theirs), written, strict=True):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device and holds no numbers: load a checkpoint first"
+                )
             tensor = tensor.to("cpu", dtype).contiguous()
             if not _is_finite(tensor):
                 raise ValueError(
@@ -321,11 +349,11 @@ def _write_tokenizer(
 def _new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder that takes the name `target` when the block ends, whole and on the disk.
 
-    `target` may be an empty folder. Where the block raises, nothing is left behind.
+    `target` may be an empty folder. If the block raises, the temporary folder is deleted.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary.mkdir(parents=True)
     try:
-        temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.iterdir():
             sync(path)  # on the disk before the folder has its name
@@ -336,8 +364,11 @@ def _new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_target(folder: Path) -> None:
-    """ValueError or FileExistsError where `folder` cannot become a new folder."""
+def _checked_target(target: str | Path) -> Path:
+    """`target` as a path; ValueError or FileExistsError where it can't become a new folder."""
+    if not isinstance(target, str | os.PathLike):
+        raise ValueError(f"folder={target!r} must be a path: name a new folder")
+    folder = Path(target)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(
             f"{folder} holds something: choose another folder, or delete it first"
@@ -347,10 +378,22 @@ def _check_target(folder: Path) -> None:
             f"folder={str(folder)!r} is the current folder, which cannot be replaced: "
             "name one inside it"
         )
+    return folder
 
 
-def _check_biases(model: DecoderModel) -> None:
-    """ValueError where a router has a bias: without it, tokens would go to other experts."""
+def _check_model(model: Any) -> None:
+    """ValueError for what is no DecoderModel, or holds what no file of any family can say."""
+    if not isinstance(model, DecoderModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}, expected a DecoderModel: "
+            "take it out of its wrapper"
+        )
+    dtype = model.embedding.embed_tokens.weight.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"the embedding table has dtype {dtype}, which load_pretrained would refuse: convert"
+            " the model, with .to(torch.bfloat16) for instance"
+        )
     for name, buffer in model.named_buffers():
         if name.endswith(OURS_ALONE) and buffer.any():
             raise ValueError(
@@ -360,6 +403,7 @@ def _check_biases(model: DecoderModel) -> None:
 
 
 def _check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    """ValueError for a tokenizer that transformers can't open, or with more entries than V."""
     if not isinstance(tokenizer, BPETokenizer | ByteBPETokenizer):
         raise ValueError(
             f"transformers cannot open a {type(tokenizer).__name__}: give a BPETokenizer, or None"
@@ -382,26 +426,24 @@ def save_pretrained(
 ) -> Path:
     """Write a folder that transformers opens, all or nothing, and return its path.
 
-    The family is the first that can express the model, or `model_type`. A shard has at most
+    Without a `model_type` the family is the first that can express the model. A shard has at most
     `max_shard_size` bytes. All tensors are written in the dtype of the embedding table. With a
-    `tokenizer`, its files and special tokens are written too, and with a `chat_template` how a
-    conversation is laid out.
+    `tokenizer`, its files and special tokens are written too, and with a `chat_template`, a Jinja
+    template, how a conversation is laid out.
 
     Raises ValueError where no family can express the model, a number is not finite or the tokenizer
     does not fit, and FileExistsError where the folder holds something.
     """
-    folder = Path(folder)
     check_sizes(max_shard_size=max_shard_size)
-    if not isinstance(model, DecoderModel):
-        raise ValueError(
-            f"model is a {type(model).__name__}, expected a DecoderModel: "
-            "take it out of its wrapper"
-        )
-    _check_target(folder)
+    _check_model(model)
+    folder = _checked_target(folder)
     family, settings = write_config(model.config, model_type=model_type)
-    _check_biases(model)
     if tokenizer is not None:
         _check_tokenizer(tokenizer, settings["vocab_size"])
+    if chat_template is not None and (tokenizer is None or not isinstance(chat_template, str)):
+        raise ValueError(
+            f"chat_template={chat_template!r} must be a text, and goes with a tokenizer: give both"
+        )
 
     for role in ("bos", "eos", "pad"):
         settings[f"{role}_token_id"] = getattr(tokenizer, f"{role}_token_id", None)
@@ -412,6 +454,7 @@ def save_pretrained(
         _write_json(temporary / "config.json", settings)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, temporary, chat_template)
+        # weights may be written for their owner alone: all files get the usual rights
         mode = (temporary / "config.json").stat().st_mode
         for path in temporary.iterdir():
             path.chmod(mode)

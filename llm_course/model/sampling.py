@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_sampling', 'keep_top_k', 'keep_top_p', 'keep_min_p', 'penalize_repetition', 'Filters', 'token_probabilities',
-           'choose_token', 'sample']
+           'sample']
 
 # %% ../../nbs/10b_sampling.ipynb #aa2212a2
 import math
@@ -90,7 +90,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make the tokens that were `seen`, bool (B, V), less likely in the logits (B, V).
 
     Positive logits are divided by `penalty`, negative ones are multiplied by it. ValueError for a
-    penalty that is not positive and finite, and for a `seen` of another shape or type. Source:
+    penalty that isn't positive and finite, and for a `seen` of another shape or type. Source:
     Keskar et al. 2019, section 4.1; the rule for negative logits is Hugging Face's.
     """
     check_sampling(repetition_penalty=penalty)
@@ -102,7 +102,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 # %% ../../nbs/10b_sampling.ipynb #53f0144b
 class Filters(TypedDict, total=False):
-    """Options that other functions pass on to `token_probabilities`."""
+    """Options that `sample` and `generate` pass on to `token_probabilities`."""
 
     top_k: int | None
     top_p: float | None
@@ -139,31 +139,6 @@ def _penalized(
     return logits, best, index
 
 # %% ../../nbs/10b_sampling.ipynb #1dbad57a
-def _distribution(
-    logits: Tensor,
-    *,
-    temperature: float,
-    seen: Tensor | None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-) -> Tensor:
-    """`token_probabilities` for options that have been checked already."""
-    logits, best, index = _penalized(logits, seen, repetition_penalty)
-    if temperature == 0:
-        return F.one_hot(index[:, 0], logits.shape[-1]).float()
-    # beyond these bounds, float32 would compute 0 / 0
-    logits = (logits - best) / min(max(temperature, 1e-30), 1e30)
-    if top_k is not None:
-        logits = keep_top_k(logits, top_k)
-    if top_p is not None:
-        logits = keep_top_p(logits, top_p)
-    if min_p is not None:
-        logits = keep_min_p(logits, min_p)
-    return logits.softmax(dim=-1)
-
-# %% ../../nbs/10b_sampling.ipynb #8bd9d13f
 def token_probabilities(
     logits: Tensor,
     *,
@@ -182,34 +157,27 @@ def token_probabilities(
     all of the probability. ValueError for options out of range, and for a row of logits that holds
     NaN or +inf, or nothing but -inf.
     """
-    options: Filters = dict(
-        top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    check_sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
-    check_sampling(temperature=temperature, **options)
-    return _distribution(logits, temperature=temperature, seen=seen, **options)
+    logits, best, index = _penalized(logits, seen, repetition_penalty)
+    if temperature == 0:
+        return F.one_hot(index[:, 0], logits.shape[-1]).float()
+    # beyond these bounds, float32 would compute 0 / 0
+    logits = (logits - best) / min(max(temperature, 1e-30), 1e30)
+    if top_k is not None:
+        logits = keep_top_k(logits, top_k)
+    if top_p is not None:
+        logits = keep_top_p(logits, top_p)
+    if min_p is not None:
+        logits = keep_min_p(logits, min_p)
+    return logits.softmax(dim=-1)
 
 # %% ../../nbs/10b_sampling.ipynb #17b04946
-def choose_token(
-    logits: Tensor,
-    *,
-    temperature: float,
-    seen: Tensor | None,
-    generator: torch.Generator | None,
-    **filters: Unpack[Filters],
-) -> Tensor:
-    """`sample` for options that have been checked already."""
-    if generator is not None and generator.device.type != logits.device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the logits are on {logits.device}: make it"
-            " with torch.Generator(logits.device)"
-        )
-    if temperature == 0:
-        _, _, index = _penalized(logits, seen, filters.get("repetition_penalty", 1.0))
-        return index.squeeze(1)
-    probabilities = _distribution(logits, temperature=temperature, seen=seen, **filters)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
-
-# %% ../../nbs/10b_sampling.ipynb #d4ddeac1
 def sample(
     logits: Tensor,
     *,
@@ -223,5 +191,14 @@ def sample(
     Options and errors are those of `token_probabilities`. A `generator`, which must be on the
     logits' device, makes the choice reproducible.
     """
-    check_sampling(temperature=temperature, **filters)
-    return choose_token(logits, temperature=temperature, seen=seen, generator=generator, **filters)
+    if generator is not None and generator.device.type != logits.device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the logits are on {logits.device}: make it"
+            " with torch.Generator(logits.device)"
+        )
+    if temperature == 0:  # the best token is enough, and no distribution is needed
+        check_sampling(**filters)
+        _, _, index = _penalized(logits, seen, filters.get("repetition_penalty", 1.0))
+        return index.squeeze(1)
+    probabilities = token_probabilities(logits, temperature=temperature, seen=seen, **filters)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

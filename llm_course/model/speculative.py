@@ -143,7 +143,7 @@ def generate_speculatively(
     _check_models(model, draft_model, end)
     if (penalty := filters.get("repetition_penalty", 1.0)) != 1.0:
         raise ValueError(
-            f"repetition_penalty={penalty} does not go with drafts: each draft changes the tokens"
+            f"repetition_penalty={penalty} can't be combined with drafts: each draft changes the tokens"
             " that were seen"
         )
     check_sampling(temperature=temperature, **filters)

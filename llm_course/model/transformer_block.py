@@ -117,14 +117,14 @@ class TransformerBlock(nn.Module):
             position_embeddings = sliding_position_embeddings
         z = self.input_layernorm(x)
         y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
-        x = self._add(x, y, self.attention_output_norm)
+        x = self.add_to_stream(x, y, self.attention_output_norm)
         y = self.mlp(self.post_attention_layernorm(x))
         stats = None
         if isinstance(self.mlp, MoE):
             y, stats = y
-        return self._add(x, y, self.mlp_output_norm), stats
+        return self.add_to_stream(x, y, self.mlp_output_norm), stats
 
-    def _add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+    def add_to_stream(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """Add the sublayer's output `y` to the residual stream `x`."""
         if self.norm_position == "post":
             # x + residual_multiplier * y, in one pass over memory

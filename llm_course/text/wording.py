@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'GIRLS', 'BOYS', 'THINGS', 'COLOURS', 'SIZES', 'RELATIONS', 'CHILDREN', 'SOLO', 'GAMES', 'SCENERY', 'SLOTS',
-           'PRONOUNS', 'OPENING', 'ENDING', 'DOING', 'SEARCHING', 'ANSWERING', 'WORDING', 'LEVELS', 'template', 'Level',
-           'Words']
+           'PRONOUNS', 'OPENING', 'ENDING', 'DOING', 'SEARCHING', 'ANSWERING', 'FEELING', 'WORDING', 'LEVELS',
+           'template', 'Level', 'Words']
 
 # %% ../../nbs/02h_wording.ipynb #dec356d5
 import re
@@ -53,6 +53,8 @@ THINGS = (
     "telescope umbrella violin boat blanket magnet marble compass spade flag whip saddle "
     "globe fan purse broom ladle trumpet helmet"
 ).split()
+
+# %% ../../nbs/02h_wording.ipynb #02hlooks
 COLOURS = (
     "red violet crimson turquoise beige blue green yellow white black brown pink purple "
     "silver golden grey"
@@ -345,7 +347,7 @@ SEARCHING = {
 }
 
 # %% ../../nbs/02h_wording.ipynb #2d3e917d
-# what is asked, answered and felt
+# what is asked and answered
 ANSWERING = {
     "question": [
         ', "Where is it?"',
@@ -369,6 +371,11 @@ ANSWERING = {
         ' "Ask {look} {animal},"',
         ' "I saw only {number} {colour} {animals},"',
     ],
+}
+
+# %% ../../nbs/02h_wording.ipynb #02hfeels
+# what is felt, and said in return
+FEELING = {
     "joy": [
         " {She} was very happy.",
         " {She} laughed out loud.",
@@ -408,7 +415,7 @@ ANSWERING = {
         ' "I can show it to {number} {animals}!"',
     ],
 }
-WORDING = OPENING | ENDING | DOING | SEARCHING | ANSWERING
+WORDING = OPENING | ENDING | DOING | SEARCHING | ANSWERING | FEELING
 
 # %% ../../nbs/02h_wording.ipynb #5a762c85
 def template(text: str, words: dict[str, str] | None = None) -> tuple[str, list[str]]:

@@ -67,7 +67,7 @@ def _require(holds: bool, rule: str) -> None:
     if not holds:
         raise BrokenRule(rule)
 
-
+# %% ../../nbs/02g_world.ipynb #02gworld
 class World:
     """Who is where, who has what, and who knows what; each method is something that happens.
 

@@ -368,7 +368,7 @@ def _clashes(config: "Config") -> Iterator[tuple[object, str, str]]:
     )
     yield from _undivided(config)
 
-
+# %% ../../nbs/12a_config.ipynb #12aundiv
 def _undivided(config: "Config") -> Iterator[tuple[object, str, str]]:
     """The rules for models whose computation cannot be divided by tp or pp."""
     strategy = config.distributed.strategy

@@ -83,7 +83,7 @@ class ProcessGroup(Runtime):
 
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
         self.config = config
-        self._device_name = device
+        self.device_name = device
         missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
         if missing:
             raise ValueError(
@@ -100,7 +100,7 @@ class ProcessGroup(Runtime):
             ) from None
 
     def __enter__(self) -> Self:
-        on_cuda = resolve_device(self._device_name).type == "cuda"
+        on_cuda = resolve_device(self.device_name).type == "cuda"
         if self.config.backend == "nccl" and not on_cuda:
             raise ValueError("distributed.backend=nccl needs CUDA devices: use auto or gloo")
         if on_cuda:
@@ -296,7 +296,7 @@ def launch(
     listen()
     return _answer_of_the_first(said)
 
-
+# %% ../../nbs/15a_distributed.ipynb #15aports
 def _free_port(address: str, port: int | None) -> int:
     """`port`, or a free one for None; ValueError where it isn't available at this address."""
     with socket.socket() as free:

@@ -26,7 +26,6 @@ from llm_course.model.estimate import (
     TrainingMemory,
     count_parameters,
     flops_per_token,
-    training_memory,
 )
 from ..text.batches import PackedDataset
 from ..text.cleaning import clean_corpus
@@ -37,6 +36,7 @@ from .config import Config
 from .engine import Callback, TrainingEngine
 from .epoch import planned_steps
 from .logging import Logger  # noqa: F401  # documented place
+from .parallel import process_memory
 from .task import LanguageModelingTask
 
 # %% ../../nbs/17b_monitoring.ipynb #30498c82
@@ -254,7 +254,7 @@ class RunEstimate(NamedTuple):
 
     parameters: ParameterCount
     flops: float  # per token, forward and backward
-    memory: TrainingMemory  # tensors of one process, in bytes
+    memory: TrainingMemory  # tensors of the fullest process, in bytes
     process_bytes: int  # as `peak_memory_bytes` counts them
     step_seconds: float  # the median of one process that has the machine to itself
     steps: int
@@ -274,8 +274,10 @@ def estimate_run(config: Config) -> RunEstimate:
     """What it will cost to train a language model with `config` on this machine.
 
     Reads the text and takes a few steps on random tokens; writes nothing. With several processes,
-    it leaves out the exchange of gradients and the competition for one machine. ValueError or
-    OSError where the text cannot be read.
+    `memory` is that of the process that holds most. Times are those of one process with the whole
+    model: they leave out the exchange between processes, the competition for one machine, and what
+    tp and pp save. ValueError or OSError where the text cannot be read, and ValueError where the
+    model or the processes do not divide.
     """
     training = config.training
     length = config.data.sequence_length
@@ -283,20 +285,18 @@ def estimate_run(config: Config) -> RunEstimate:
         config.model, vocab_size=config.model.vocab_size or config.data.vocab_size
     )
     config = dataclasses.replace(config, model=model)
-    world_size = config.distributed.world_size  # processes that read different rows
-    world_size //= config.distributed.group_size(world_size)
-    train_rows, val_rows = _text_rows(config)
-    steps = planned_steps(config, num_items=train_rows, world_size=world_size)
+    processes = config.distributed.world_size
+    world_size = processes // config.distributed.group_size(processes)  # that read different rows
     device = resolve_device(training.device)
     precision = resolve_precision(training.precision, device)
-    memory = training_memory(
-        model,
-        training.batch_size,
-        length,
-        activation_checkpointing=training.activation_checkpointing,
+    memory = process_memory(
+        config,
+        processes,
         mixed_precision=precision != "fp32",
         on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
     )
+    train_rows, val_rows = _text_rows(config)
+    steps = planned_steps(config, num_items=train_rows, world_size=world_size)
     step = first = measure_step(config)
     # the first steps of a process are slow: measure again, for about four seconds
     if (more := round(4 / step.seconds)) > 3:
@@ -308,7 +308,7 @@ def estimate_run(config: Config) -> RunEstimate:
     return RunEstimate(
         parameters=count_parameters(model),
         flops=flops_per_token(model, length).training,
-        memory=memory,
+        memory=max(memory, key=lambda process: process.total),
         process_bytes=step.process_bytes,
         step_seconds=step.seconds,
         steps=steps,

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['TENSOR_PLAN', 'check_division', 'check_decoder', 'local', 'average', 'ModelParallel', 'split_blocks', 'sum_over',
-           'TensorParallel', 'layers_of', 'keep_stage', 'Stage', 'Pipeline', 'PipelineParallel', 'build_manager']
+           'TensorParallel', 'layers_of', 'keep_stage', 'Stage', 'Pipeline', 'PipelineParallel', 'build_manager',
+           'split_shape', 'stage_shape', 'held_parameters', 'process_memory']
 
 # %% ../../nbs/15b_parallel.ipynb #p15b0003
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -33,6 +35,7 @@ from torch.utils._pytree import tree_map
 
 from ..hardware import resolve_device
 from ..model.attention import MultiHeadAttention
+from ..model.config import ModelConfig
 from llm_course.model.decoder import (
     DecoderModel,
     DecoderOutput,
@@ -40,6 +43,7 @@ from llm_course.model.decoder import (
     head_loss,
     run_blocks,
 )
+from ..model.estimate import TrainingMemory, count_parameters, training_memory
 from ..text.batches import IGNORE_INDEX
 from .config import Config, DistributedConfig
 from .distributed import DistributedManager, shard_blocks
@@ -133,7 +137,7 @@ class ModelParallel(DistributedManager):
     @cached_property
     def mesh(self) -> DeviceMesh:
         size = self.config.group_size(self.world_size)
-        device = resolve_device(self._device_name).type
+        device = resolve_device(self.device_name).type
         shape = (self.world_size // size, size)
         return init_device_mesh(device, shape, mesh_dim_names=("data", "model"))
 
@@ -525,3 +529,126 @@ def build_manager(config: DistributedConfig, *, device: str = "auto") -> Distrib
     kinds = {"tp": TensorParallel, "pp": PipelineParallel}
     kind = kinds.get(config.strategy.split("+")[-1], DistributedManager)
     return kind(config, device=device)
+
+# %% ../../nbs/15b_parallel.ipynb #p15bmem1
+def split_shape(model: ModelConfig, size: int) -> ModelConfig:
+    """The shape of what one of `size` processes computes under tensor parallelism."""
+    return replace(
+        model,
+        num_heads=model.num_heads // size,
+        num_kv_heads=(model.num_kv_heads or model.num_heads) // size,
+        head_dim=model.resolved_head_dim,
+        intermediate_size=model.resolved_intermediate_size // size,
+    )
+
+
+def stage_shape(model: ModelConfig, stage: int, stages: int) -> ModelConfig:
+    """The shape of a model that has the layers of one stage alone."""
+    layers = layers_of(stage, stages, model.num_layers)
+    by_layer = {name: getattr(model, name) for name in ("layer_types", "rope_layers")}
+    own = {name: [kinds[i] for i in layers] for name, kinds in by_layer.items() if kinds}
+    return replace(model, num_layers=len(layers), **own)
+
+
+def _held_by_stage(model: ModelConfig, stage: int, stages: int) -> int:
+    """The parameters of a stage: its layers, and what the first and the last one have besides."""
+    count = count_parameters(stage_shape(model, stage, stages))
+    held = count.attention + count.mlp + count.norms
+    is_last = stage == stages - 1
+    if stage == 0 or (is_last and model.tie_word_embeddings):
+        held += count.embedding
+    if is_last:
+        held += count.lm_head
+    elif model.norm_position != "post":  # the last norm is counted with each shape
+        held -= model.hidden_size * (1 if model.norm_type == "rmsnorm" else 2)
+    return held
+
+
+def held_parameters(model: ModelConfig, config: DistributedConfig, world_size: int) -> list[int]:
+    """How many parameters each process of a group that shares a model holds.
+
+    With fsdp a process holds an equal share of them, but for rows that cannot be shared equally.
+    """
+    size = config.group_size(world_size)
+    if config.strategy.endswith("pp"):
+        return [_held_by_stage(model, stage, size) for stage in range(size)]
+    own = split_shape(model, size) if config.strategy.endswith("tp") else model
+    shards = world_size // size if config.strategy.startswith("fsdp") else 1
+    return [math.ceil(count_parameters(own).total / shards)] * size
+
+# %% ../../nbs/15b_parallel.ipynb #p15bmem4
+def process_memory(config: Config, world_size: int, **numbers: bool) -> list[TrainingMemory]:
+    """The training memory of each process of a group that shares a model, as `training_memory`.
+
+    `numbers` are its `mixed_precision` and `on_bf16_cpu`. With fsdp what is gathered is counted,
+    too, a block by the mean of all blocks. ValueError as `check_division`.
+    """
+    check_division(config, world_size)
+    strategy = config.distributed.strategy
+    size = config.distributed.group_size(world_size)
+    held = held_parameters(config.model, config.distributed, world_size)
+    if strategy.endswith("pp"):
+        return [_stage_memory(config, stage, held, numbers) for stage in range(size)]
+    shape = split_shape(config.model, size) if strategy.endswith("tp") else config.model
+    memory = _memory_of(config, shape, config.training.batch_size, numbers)
+    if strategy.startswith("fsdp"):
+        memory = _shared_memory(config, shape, memory, held[0], numbers)
+    return [memory] * size
+
+
+def _memory_of(
+    config: Config, shape: ModelConfig, rows: int, numbers: dict[str, bool]
+) -> TrainingMemory:
+    """The memory of one process that trains a model of this shape on `rows` at a time."""
+    recompute = config.training.activation_checkpointing
+    length = config.data.sequence_length
+    return training_memory(shape, rows, length, activation_checkpointing=recompute, **numbers)
+
+
+def _stage_memory(
+    config: Config, stage: int, held: list[int], numbers: dict[str, bool]
+) -> TrainingMemory:
+    """The memory of a stage, with the micro-batches that are under way in it at once."""
+    stages = len(held)
+    is_last = stage == stages - 1
+    micro_batches = config.distributed.micro_batches
+    rows = math.ceil(config.training.batch_size / micro_batches)
+    under_way = min(stages - stage, micro_batches)
+    shape = stage_shape(config.model, stage, stages)
+    memory = _memory_of(config, shape, rows, numbers)
+    # each micro-batch keeps its own bfloat16 copies of the weights, see `taking_over_autocast`
+    copies = memory.weights - 4 * count_parameters(shape).total
+    if copies and not is_last:
+        copies -= 2 * shape.resolved_vocab_size * shape.hidden_size  # of the output layer
+    return TrainingMemory(
+        weights=4 * held[stage] + under_way * copies,
+        gradients=4 * held[stage],
+        optimizer=8 * held[stage],
+        activations=under_way * memory.activations,
+        loss=memory.loss if is_last else 0,
+    )
+
+
+def _shared_memory(
+    config: Config,
+    shape: ModelConfig,
+    memory: TrainingMemory,
+    held: int,
+    numbers: dict[str, bool],
+) -> TrainingMemory:
+    """The memory of a process that holds a share of `shape`, and gathers the rest as it computes.
+
+    FSDP gathers bfloat16 in mixed precision, so autocast makes no copies.
+    """
+    count = count_parameters(shape)
+    width = 2 if numbers.get("mixed_precision") else 4
+    outside = count.embedding + count.lm_head
+    block = (count.total - outside) // (shape.num_layers + shape.num_mtp_layers)
+    gradients = width * (outside + block)
+    if config.training.gradient_accumulation_steps > 1:
+        gradients = 4 * count.total
+    return memory._replace(
+        weights=4 * held + width * (outside + 2 * block),
+        gradients=4 * held + gradients,
+        optimizer=8 * held,
+    )

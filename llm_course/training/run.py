@@ -28,7 +28,7 @@ from ..checks import check_choice
 from ..hardware import matmul_flops, memory_bytes, resolve_precision
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
-from ..model.estimate import count_parameters, training_memory
+from ..model.estimate import count_parameters
 from ..model.generation import stream_text
 from ..model.gguf import find_gguf, gguf_tokenizer, load_gguf
 from ..model.pretrained import load_pretrained, pretrained_folder
@@ -54,7 +54,7 @@ from .distributed import launch
 from .engine import Callback, TrainingEngine, validation_metrics
 from .logging import Logger
 from .monitoring import PerformanceMonitor
-from .parallel import build_manager, check_division
+from .parallel import build_manager, check_division, held_parameters
 from .runtime import Runtime
 from .signals import GracefulStop
 from .sources import read_config, save_config
@@ -389,7 +389,7 @@ def tokenizer_of(place: Path) -> BaseTokenizer:
     """The tokenizer in a folder or a GGUF file, the second that `initial_model` returns."""
     return gguf_tokenizer(place) if place.is_file() else load_tokenizer(place)
 
-
+# %% ../../nbs/19a_training.ipynb #19abegin
 def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
     """`config` with the shape and the tokenizer of the model that `init_from` names, and the model.
 
@@ -414,7 +414,7 @@ def _bring_tokenizer(config: Config) -> None:
     if file is not None:
         gguf_tokenizer(file).save(config.run_dir)
 
-
+# %% ../../nbs/19a_training.ipynb #19ashape
 def _with_model_of(config: Config, shape: ModelConfig, tokenizer: str) -> Config:
     """`config` with this shape and tokenizer; ValueError where it asks for others."""
     default = ModelConfig()
@@ -452,14 +452,14 @@ def _load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
     engine.runtime.load_model(engine.model, initial.state_dict())
 
 # %% ../../nbs/19a_training.ipynb #16d21455
-def _needed_memory(config: Config, shape: ModelConfig) -> int:
-    """The bytes of a model's weights, gradients and moments, at least."""
+def _needed_memory(config: Config, shape: ModelConfig, world_size: int) -> list[int]:
+    """The least that each process of a group needs: bytes of weights, gradients and moments."""
     count = count_parameters(shape)
-    memory = training_memory(shape, 1, 1)
-    moments = memory.optimizer
+    moments = 2.0  # of each parameter
     if config.optimization.optimizer == "muon":  # one for a matrix inside the model, else two
-        moments = 4 * (count.total + count.embedding + count.lm_head + count.norms)
-    return memory.weights + memory.gradients + moments
+        moments = 1 + (count.embedding + count.lm_head + count.norms) / count.total
+    held = held_parameters(shape, config.distributed, world_size)
+    return [round(4 * (2 + moments) * parameters) for parameters in held]
 
 
 def _check_memory(config: Config, runtime: Runtime) -> None:
@@ -471,12 +471,11 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
     there = memory_bytes(home)
     vocab_size = config.model.vocab_size or min(config.data.vocab_size, 256)
     shape = replace(config.model, vocab_size=vocab_size)
-    needed = _needed_memory(config, shape)
-    # each process has a share, or each of those that see the same data
-    is_sharded = config.distributed.strategy.startswith("fsdp")
-    needed //= runtime.world_size // (1 if is_sharded else runtime.data_world_size)
+    by_process = _needed_memory(config, shape, runtime.world_size)
+    needed = max(by_process)
     if home.type == "cpu":  # which the processes of one machine have in common
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
+        needed = sum(by_process) * processes // len(by_process)
     if there is not None and needed > there:
         raise ValueError(
             f"a model of {count_parameters(shape).total:,} parameters needs at least"
