@@ -1,6 +1,8 @@
 """The small run that the pages of the engine train, and what they draw of it."""
 
 import copy
+import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from llm_course.text.stories import story_documents
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import TrainingEngine
 from llm_course.training.hooks import Callback
-from llm_course.training.task import LanguageModelingTask
+from llm_course.training.task import LanguageModelingTask, StepOutput
 
 PAD, START, END = range(3)
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -80,6 +82,14 @@ class Paragraphs(BaseDataModule):
 def tiny_model(data: Paragraphs, **sizes: Any) -> DecoderModel:
     """A decoder with one block and some 150,000 parameters."""
     return DecoderModel(ModelConfig(vocab_size=data.vocab_size, **SIZES | sizes))
+
+
+def model_and_optimizer(data: Paragraphs) -> tuple[DecoderModel, torch.optim.AdamW]:
+    """A tiny model, always the same, and AdamW for it."""
+    torch.manual_seed(0)
+    model = tiny_model(data)
+    settings: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    return model, torch.optim.AdamW(model.parameters(), **settings)
 
 
 def cut(batch: Batch, rows: int) -> list[Batch]:
@@ -157,6 +167,27 @@ class Record(Callback):
     def column(self, name: str) -> list[float]:
         """What the steps report as `name`, without the steps that don't."""
         return [row[name] for row in self.rows if name in row]
+
+
+class Losses:
+    """Keeps the loss that a draft of the engine reports after each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_step_end(self, engine: Any, metrics: dict[str, float]) -> None:
+        self.values.append(metrics["loss"])
+
+
+class Poisoned(LanguageModelingTask):
+    """The loss of the fifth micro-batch isn't a number."""
+
+    calls = 0
+
+    def train_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        self.calls += 1
+        output = super().train_step(model, batch)
+        return output._replace(loss_sum=output.loss_sum * (math.nan if self.calls == 5 else 1))
 
 
 class StopAt(Callback):
@@ -400,6 +431,78 @@ def _draw_list(ax: Axes, moments: Sequence[Moment], moment: int) -> None:
     ax.set_xlim(0, 3)
     ax.set_ylim(-len(moments), 1)
     ax.axis("off")
+
+
+# ------------------------------------------------------------------------------------- the knobs
+
+STRANGE_STEP = 8
+STRANGE_WORD = 300
+
+
+@functools.cache
+def run_with(accumulation: int, *, clipping: bool, strange: bool) -> Record:
+    """Twenty steps of the engine, with a batch of wrong labels in one of them if `strange`."""
+
+    class Strange(LanguageModelingTask):
+        """Gets a batch in which every label is the same word."""
+
+        calls = 0
+
+        def train_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+            step, index = divmod(self.calls, accumulation)
+            self.calls += 1
+            if strange and step + 1 == STRANGE_STEP and index == 0:
+                labels = batch["labels"]
+                batch = batch | {"labels": torch.where(labels == -100, labels, STRANGE_WORD)}
+            return super().train_step(model, batch)
+
+    record = Record()
+    sizes: dict[str, Any] = {"num_bytes": 60_000, "max_steps": 20, "eval_interval": 1000}
+    limit = 1.0 if clipping else 1e9
+    task: Any = Strange
+    make_engine(
+        [record], rows=4, accumulation=accumulation, task=task, max_grad_norm=limit, **sizes
+    ).run()
+    return record
+
+
+def show_settings(accumulation: int, *, clipping: bool, strange: bool) -> None:
+    """Loss and gradient norm of each step, beside those of the settings at the beginning."""
+    usual = run_with(4, clipping=True, strange=True)
+    chosen = run_with(accumulation, clipping=clipping, strange=strange)
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
+    columns = {"loss": "loss per word, nats", "grad_norm": "norm of the gradient, before clipping"}
+    for ax, (name, label) in zip(axes, columns.items(), strict=True):
+        ax.plot(usual.column("step"), usual.column(name), color="gray", lw=4, alpha=0.4)
+        ax.plot(chosen.column("step"), chosen.column(name), "o-", ms=4)
+        ax.set(xlabel="optimizer step", ylabel=label)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if strange:
+            ax.axvline(STRANGE_STEP, color="tab:red", lw=1, ls=":")
+    if clipping:
+        axes[1].axhline(1, color="tab:green", lw=1, ls="--")
+        axes[1].text(20, 1, "the limit", color="tab:green", ha="right", va="bottom", fontsize=8)
+    how = "clipped at 1" if clipping else "not clipped"
+    figure.suptitle(f"{accumulation} micro-batches of 4 paragraphs a step, {how}", fontsize=11)
+    figure.tight_layout()
+    plt.show()
+
+
+def show_planted(right: Sequence[float], wrong: Mapping[str, Sequence[float]]) -> None:
+    """How far the losses of wrong loops are from the right ones, step by step."""
+    plt.figure(figsize=(6, 2.8))
+    for (name, losses), style in zip(wrong.items(), ("o-", "s--"), strict=True):
+        gaps = [100 * abs(b / a - 1) for a, b in zip(right, losses, strict=True)]
+        plt.plot(range(1, 1 + len(gaps)), gaps, style, ms=4, label=name)
+    plt.axhline(0.01, color="gray", ls=":")
+    plt.text(len(right), 0.01, "the tolerance", fontsize=8, ha="right", va="bottom", color="gray")
+    plt.yscale("log")
+    plt.ylim(1e-3, 1e2)
+    plt.xlabel("optimizer step")
+    plt.ylabel("difference of the loss, %")
+    plt.legend(fontsize=8)
+    plt.title("Both planted mistakes train, and both are found")
+    plt.show()
 
 
 # ----------------------------------------------------------------------------------------- a run
