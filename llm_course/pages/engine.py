@@ -127,7 +127,7 @@ def validation_loss(model: nn.Module, data: Paragraphs) -> float:
 
 
 def distance(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """How far two gradients are apart, as a share of the length of the second."""
+    """The distance between two gradients, relative to the length of the second."""
     one = torch.cat([tensor.flatten() for tensor in found])
     other = torch.cat([tensor.flatten() for tensor in right])
     return ((one - other).norm() / other.norm()).item()
@@ -191,7 +191,7 @@ class Poisoned(LanguageModelingTask):
 
 
 class StopAt(Callback):
-    """Asks for the end of the run after a step, or never."""
+    """Stops the run after a given step, if there is one."""
 
     def __init__(self, step: int | None):
         self.step = step
@@ -205,7 +205,7 @@ class StopAt(Callback):
 
 
 def show_windows(counts: Sequence[int], size: int) -> None:
-    """A bar for each micro-batch, as high as the number of its targets; a colour for each step."""
+    """A bar for the targets of each micro-batch, with a colour for each step."""
     plt.figure(figsize=(6, 2.4))
     for step, first in enumerate(range(0, len(counts), size)):
         heights = counts[first : first + size]
@@ -220,7 +220,7 @@ def show_windows(counts: Sequence[int], size: int) -> None:
 
 
 def show_errors(rows: Sequence[int], errors: Sequence[float]) -> None:
-    """How wrong a gradient is for each size of micro-batches."""
+    """The error of the gradient for each micro-batch size."""
     plt.figure(figsize=(6, 2.6))
     plt.plot(rows, [100 * error for error in errors], "o-", color="tab:red")
     plt.xscale("log", base=2)
@@ -298,7 +298,7 @@ def show_range(gradients: Tensor, scale: float) -> None:
     ax.set_xlim(-56, 32)
     ax.set_xlabel("size of a scaled gradient: 2 to the power of")
     ax.set_ylabel("how many")
-    verdict = "the step is skipped" if infinite else "the step is made"
+    verdict = "the step is skipped" if infinite else "the update happens"
     ax.set_title(f"scale {scale:g}: {verdict}")
     plt.show()
 
@@ -405,7 +405,7 @@ def show_moment(moments: Sequence[Moment], moment: int) -> None:
     every = range(len(moments))
     right.plot(every, [m.norm for m in moments], color="tab:orange", alpha=0.2)
     right.plot(past, [moments[i].norm for i in past], "o-", color="tab:orange", ms=4)
-    right.set_ylabel("norm of the gradient", color="tab:orange")
+    right.set_ylabel("norm of the mean gradient so far", color="tab:orange")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlabel("moment")
     weights = right.twinx()
@@ -437,21 +437,27 @@ def _draw_list(ax: Axes, moments: Sequence[Moment], moment: int) -> None:
 
 STRANGE_STEP = 8
 STRANGE_WORD = 300
+SGD_RATE = 0.3
 
 
 @functools.cache
-def run_with(accumulation: int, *, clipping: bool, strange: bool) -> Record:
-    """Twenty steps of the engine, with a batch of wrong labels in one of them if `strange`."""
+def run_with(accumulation: int, *, clipping: bool, optimizer: str = "AdamW") -> Record:
+    """Twenty steps of the engine; one of them gets a batch in which every label is the same."""
 
     class Strange(LanguageModelingTask):
-        """Gets a batch in which every label is the same word."""
+        """Replaces the labels of one micro-batch."""
 
         calls = 0
+
+        def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            if optimizer == "SGD":
+                return torch.optim.SGD(model.parameters(), lr=SGD_RATE)
+            return super().build_optimizer(model)
 
         def train_step(self, model: nn.Module, batch: Batch) -> StepOutput:
             step, index = divmod(self.calls, accumulation)
             self.calls += 1
-            if strange and step + 1 == STRANGE_STEP and index == 0:
+            if step + 1 == STRANGE_STEP and index == 0:
                 labels = batch["labels"]
                 batch = batch | {"labels": torch.where(labels == -100, labels, STRANGE_WORD)}
             return super().train_step(model, batch)
@@ -466,24 +472,23 @@ def run_with(accumulation: int, *, clipping: bool, strange: bool) -> Record:
     return record
 
 
-def show_settings(accumulation: int, *, clipping: bool, strange: bool) -> None:
-    """Loss and gradient norm of each step, beside those of the settings at the beginning."""
-    usual = run_with(4, clipping=True, strange=True)
-    chosen = run_with(accumulation, clipping=clipping, strange=strange)
+def show_settings(accumulation: int, *, clipping: bool, optimizer: str) -> None:
+    """Loss and gradient norm of each step, beside those of windows of four, clipped."""
+    usual = run_with(4, clipping=True, optimizer=optimizer)  # in grey
+    chosen = run_with(accumulation, clipping=clipping, optimizer=optimizer)
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
-    columns = {"loss": "loss per word, nats", "grad_norm": "norm of the gradient, before clipping"}
+    columns = {"loss": "loss per word, nats", "grad_norm": "norm before clipping"}
     for ax, (name, label) in zip(axes, columns.items(), strict=True):
         ax.plot(usual.column("step"), usual.column(name), color="gray", lw=4, alpha=0.4)
         ax.plot(chosen.column("step"), chosen.column(name), "o-", ms=4)
+        ax.axvline(STRANGE_STEP, color="tab:red", lw=1, ls=":")
         ax.set(xlabel="optimizer step", ylabel=label)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if strange:
-            ax.axvline(STRANGE_STEP, color="tab:red", lw=1, ls=":")
     if clipping:
         axes[1].axhline(1, color="tab:green", lw=1, ls="--")
-        axes[1].text(20, 1, "the limit", color="tab:green", ha="right", va="bottom", fontsize=8)
     how = "clipped at 1" if clipping else "not clipped"
-    figure.suptitle(f"{accumulation} micro-batches of 4 paragraphs a step, {how}", fontsize=11)
+    windows = f"{accumulation} micro-batch{'es' * (accumulation > 1)} of 4 paragraphs a step"
+    figure.suptitle(f"{optimizer}, {windows}, {how}", fontsize=11)
     figure.tight_layout()
     plt.show()
 
@@ -497,7 +502,7 @@ def show_planted(right: Sequence[float], wrong: Mapping[str, Sequence[float]]) -
     plt.axhline(0.01, color="gray", ls=":")
     plt.text(len(right), 0.01, "the tolerance", fontsize=8, ha="right", va="bottom", color="gray")
     plt.yscale("log")
-    plt.ylim(1e-3, 1e2)
+    plt.ylim(1e-3, 1e1)
     plt.xlabel("optimizer step")
     plt.ylabel("difference of the loss, %")
     plt.legend(fontsize=8)
@@ -517,14 +522,14 @@ def show_run(record: Record) -> None:
     plt.xlabel("optimizer step")
     plt.ylabel("loss per word, nats")
     plt.legend()
-    plt.title("The engine trains, and validates on its way")
+    plt.title("A run with a validation every 20 steps")
     plt.show()
 
 
 def show_resumes(
     straight: Sequence[float], resumed: Mapping[str, Sequence[float]], stop: int
 ) -> None:
-    """Runs that forgot something, beside the run that was never stopped."""
+    """Runs that forgot a part of their state, beside the uninterrupted run."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
     left.plot(range(1, len(straight) + 1), straight, color="lightgray", lw=6, label="never stopped")
     for (name, losses), marker in zip(resumed.items(), "osv^", strict=False):

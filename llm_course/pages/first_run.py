@@ -70,13 +70,19 @@ def show_texts(texts: Mapping[int, str], *, width: int = 34, lines: int = 16) ->
     for ax, (step, text) in zip(axes, texts.items(), strict=True):
         paragraphs = [textwrap.wrap(paragraph, width) for paragraph in text.split("\n")]
         wrapped = [line for paragraph in paragraphs for line in paragraph or [""]]
-        shown = "\n".join(wrapped[:lines]).encode("ascii", "replace").decode()
-        shown = shown.replace("$", r"\$")  # a dollar sign would begin a formula
+        shown = "\n".join("".join(map(_drawable, line)) for line in wrapped[:lines])
         ax.text(0, 1, shown, va="top", fontsize=8, family="monospace", transform=ax.transAxes)
         ax.set_title(f"step {step}", fontsize=10, loc="left")
         ax.axis("off")
     figure.tight_layout()
     plt.show()
+
+
+def _drawable(character: str) -> str:
+    """A character that the plot's font has; a dollar sign would begin a formula."""
+    if character == "$":
+        return r"\$"
+    return character if character.isascii() and character.isprintable() else "?"
 
 
 def token_ids(run: str, split: str) -> Tensor:
