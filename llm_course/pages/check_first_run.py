@@ -509,10 +509,8 @@ def check_report(mended_fit: Answer, sizes: Any, train_batches: Any, learning_ra
     """In rows of one repeated token every target is that token, so this test does not depend on the
     other bugs.
     """
-    model, batches = (
-        tiny_model(0.5),
-        [constant(token, rows, length) for token, rows, length in sizes],
-    )
+    model = tiny_model(0.5)
+    batches = [constant(token, rows, length) for token, rows, length in sizes]
     found = mended_fit(model, train_batches, batches, learning_rate)
     assert isinstance(found, tuple) and len(found) == 2, (
         "the function must return two things: the list of training losses, and the validation loss"
