@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+SEED := 0  # which version of the exercises a class gets
+
 BROWSERS := chromium chromium-browser google-chrome
 INSTALL_CHROMIUM = $(if $(filter 0,$(shell id -u)),,sudo -n) apt-get install --yes --quiet chromium
 
@@ -50,10 +52,10 @@ exercises: $(VENV)/.dev  ## Write the student versions of the exercises to exerc
 	$(BIN)/python scripts/exercises.py
 
 student: $(VENV)/.dev  ## Write all that students need, and no solutions: make student DIR=FOLDER
-	$(BIN)/python scripts/exercises.py student "$(DIR)"
+	$(BIN)/python scripts/exercises.py student "$(DIR)" --seed $(SEED)
 
 grade: $(VENV)/.dev  ## Grade what came back, FOLDER/STUDENT/NN_name.ipynb or an archive of Moodle or Canvas: make grade DIR=FOLDER
-	$(BIN)/python scripts/exercises.py grade "$(DIR)"
+	$(BIN)/python scripts/exercises.py grade "$(DIR)" --seed $(SEED)
 
 formgrader: $(VENV)/.dev  ## Grade written answers by hand, after `make grade`
 	cd _nbgrader && ../$(BIN)/jupyter-lab --LabApp.default_url=/formgrader
@@ -64,7 +66,7 @@ feedback: $(VENV)/.dev  ## Write grades and feedback again, after `make formgrad
 similar: $(VENV)/.dev  ## List answers that resemble each other: make similar DIR=FOLDER
 	$(BIN)/python scripts/exercises.py similar "$(DIR)"
 
-grade-all: $(VENV)/.dev  ## Grade a right, a blank and a wrong copy of every exercise, and every attack on the grader
+grade-all: $(VENV)/.dev  ## Grade a right and a wrong copy of every exercise, and every attack on the grader
 	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
 
 bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md

@@ -1,4 +1,4 @@
-"""Let nbval read the notebooks as nbdev stores and runs them."""
+"""Let nbval read the notebooks as nbdev stores and runs them, and begin with what takes longest."""
 
 import configparser
 import re
@@ -23,3 +23,8 @@ def pytest_itemcollected(item):
         cell.execution_count = 0
     if _skipped.search(cell.source):
         item.options["skip"] = True
+
+
+def pytest_collection_modifyitems(items):
+    """A test that takes minutes begins first: at the end the other workers would wait for it."""
+    items.sort(key=lambda item: item.get_closest_marker("wheel") is None)

@@ -71,16 +71,24 @@ nitpick_ignore_regex = [("py:.*", r"(?!llm_course\.).*|.*\._\w+")]  # of others,
 # ---------------------------------------------------------------- notebooks
 
 
-def translate_cell(cell: dict) -> None:
-    """Without what the reader needn't see; `#| fig-alt:` becomes the picture's text."""
+SHADES = re.compile(r"\b(black|white|dark|pale|bright)", re.IGNORECASE)
+
+
+def translate_cell(cell: dict, near: str) -> None:
+    """Without what the reader needn't see; `#| fig-alt:` becomes the picture's text. In the dark
+    theme a picture stays as it was drawn if its text, or the text `near` it, names a shade.
+    """
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":
         # a student's copy of an exercise is made by `make lab`, and is not on the site
         source = re.sub(r"\(\.\./exercises/\w+\.ipynb\)", "(../docs/exercises.md)", source)
         cell["source"] = source
         return
-    if alt := re.search(r"(?m)^#\|\s*fig-alt:\s*(.+)$", source):
-        cell["metadata"]["mystnb"] = {"image": {"alt": alt[1].strip()}}
+    alt = re.search(r"(?m)^#\|\s*fig-alt:\s*(.+)$", source)
+    image = {"alt": alt[1].strip()} if alt else {}
+    if SHADES.search(f"{image.get('alt', '')} {near}"):
+        image["classes"] = "as-drawn"
+    cell["metadata"]["mystnb"] = {"image": image}
     if cell["metadata"].get("jupyter", {}).get("source_hidden"):
         cell["metadata"].setdefault("tags", []).append("hide-input")
     cell["source"] = re.sub(r"(?m)^(#\||# NBVAL_).*\n?", "", source).strip("\n")
@@ -100,8 +108,10 @@ def translate(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = re.sub(r"\]\(([\w./-]+)\)", lambda link: show_folder(link, home), source[0])
         return
     notebook = json.loads(source[0])
-    for cell in notebook["cells"]:
-        translate_cell(cell)
+    cells = notebook["cells"]
+    texts = ["".join(c["source"]) if c["cell_type"] == "markdown" else "" for c in cells]
+    for index, cell in enumerate(cells):
+        translate_cell(cell, " ".join(texts[max(0, index - 1) : index + 2]))
     notebook["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
     source[0] = json.dumps(notebook)
 

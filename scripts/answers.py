@@ -1,10 +1,16 @@
 """Run a student's notebook, cell by cell, beside tests that the student's code cannot reach.
 
-`grading.py` starts this program inside an `isolation` and sends it one cell a line; each is
-answered with one line. The teacher's cells (given, tests) share one namespace, the student's
-another, which reads what the teacher's gives but never writes there: of an answer only the names
-that the task asks for are handed over. So an answer may call a function `case` without any test
-noticing.
+`grading.py` starts this program inside an `isolation` and sends it one order a line; each is
+answered with one line. The program itself runs nothing of the student's. It imports what the
+exercise imports, and forks: first a process in which the notebook runs as it was handed in, without
+a test, and then a fresh one for the tests of each task. There the student's cells are not run
+again. What they define (functions, classes, imports) is defined anew, what they computed comes as
+plain data, and a hidden test is sent when all that is done. Nothing else that a cell did survives:
+no hook, no thread, no patched object, no file.
+
+In each process the teacher's cells (given, tests) share one namespace, and the student's another,
+which reads what the teacher's gives but never writes there: of an answer only the names that the
+task asks for are handed over. So an answer may call a function `case` without any test noticing.
 
 The modules and classes that both sides import are shared, so answers are held to a part of Python:
 no attributes that lead to frames, globals or builtins, no writing to what they did not make, no
@@ -15,13 +21,19 @@ import ast
 import builtins
 import contextlib
 import copy
+import ctypes
+import functools
+import importlib
 import io
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 from types import FunctionType, ModuleType
 
 MEMORY = 6 * 2**30  # bytes of a process's own memory
@@ -29,6 +41,8 @@ FILE = 64 * 2**20  # bytes of a file
 PROCESSES = 256  # of the unprivileged user, threads included
 OUTPUT = 20_000  # characters of a cell
 MESSAGE = 600  # characters of an error
+LINE = 1_000_000  # characters of a reply
+PLAIN = 200_000  # characters of all the plain data that a notebook's cells have bound
 GUARD = "_guard_"  # begins the names of our own functions in the student's code
 
 MODULES = set(  # beside those that the exercise itself imports
@@ -265,11 +279,14 @@ class Student(dict):
     def __init__(self, given: dict):
         super().__init__(__name__="__main__", __builtins__=self.builtins())
         self.given = given
+        self.lost: set[str] = set()  # names that a cell bound in a way that isn't repeated
 
     def __missing__(self, name: str) -> object:
         """A built-in function that a test replaces for a while is replaced for answers, too."""
         if name in self.given and hasattr(builtins, name) and name not in CLOSED_NAMES:
             return self.given[name]
+        if name in self.lost:
+            raise Refused(NOT_REPEATED.format(name))
         raise KeyError(name)
 
     @staticmethod
@@ -326,18 +343,79 @@ def functions_in(tree: ast.AST) -> dict[str, str]:
     return {form: name for form, name in forms.items() if len(form) > 300}
 
 
+@functools.cache
+def functions_of(path: str) -> dict[str, str]:
+    with open(path, encoding="utf-8") as file:
+        return functions_in(ast.parse(file.read()))
+
+
 def check_own(tree: ast.AST) -> None:
     """Refuse the package's code, copied."""
     written = functions_in(tree)
     for name, module in list(sys.modules.items()):
         if name.startswith("llm_course.") and getattr(module, "__file__", None):
-            with open(module.__file__, encoding="utf-8") as file:
-                theirs = functions_in(ast.parse(file.read()))
+            theirs = functions_of(module.__file__)
             for form in theirs.keys() & written.keys():
                 raise Refused(
                     f"`{written[form]}` is the package's own `{theirs[form]}`, copied; in this task"
                     " you write it yourself"
                 )
+
+
+# ---------------------------------------------------------------- what another process takes over
+
+NOT_REPEATED = (
+    "`{}` is made by a statement that the grader does not repeat beside the tests: make it with"
+    " `def`, `class`, `import`, or an assignment that stands in no other statement"
+)
+DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+IMPORT = ast.Import | ast.ImportFrom
+KINDS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
+
+
+def pack(value: object) -> object:
+    """Plain data as what JSON can say; ValueError for anything else."""
+    kind = type(value)
+    if kind is int and value.bit_length() > 1000:
+        raise ValueError
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind.__name__ not in KINDS or kind is not KINDS[kind.__name__]:
+        raise ValueError
+    return [kind.__name__, *map(pack, value.items() if kind is dict else value)]
+
+
+def unpack(packed: object) -> object:
+    if not isinstance(packed, list):
+        return packed
+    name, *parts = packed
+    return complex(*parts) if name == "complex" else KINDS[name](map(unpack, parts))
+
+
+def definitions(body: list[ast.stmt], known: set[str]) -> list[ast.stmt]:
+    """The statements that make something to call or to import. An assignment is one of them, but
+    for what is `known` as plain data; so is one to an attribute of the answer's own function or
+    class.
+    """
+    made = {statement.name for statement in body if isinstance(statement, DEFINITION)}
+
+    def is_new(target: ast.expr) -> bool:
+        if isinstance(target, ast.Attribute):
+            return isinstance(target.value, ast.Name) and target.value.id in made
+        if isinstance(target, ast.Tuple | ast.List):
+            return any(map(is_new, target.elts))
+        return isinstance(target, ast.Name) and target.id not in known
+
+    kept = []
+    for statement in body:
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if isinstance(statement, DEFINITION | IMPORT):
+            kept.append(statement)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and all(map(is_new, targets)):
+            kept.append(statement)
+    return kept
 
 
 # ---------------------------------------------------------------- cells
@@ -377,7 +455,10 @@ class Session:
         if "threading" in self.opened:
             self.opened.add("concurrent.futures")
         self.student = Student(self.teacher)
-        self.untouched: dict = {}
+        self.bound: set[str] = set()  # by the student
+        self.untouched: dict = {}  # what both sides share, before an answer could change it
+        self.is_checked = True
+        self.leaves_thread = False
 
     def run(self, cell: dict) -> dict:
         """Run a cell; its error, whether it was refused, and what it printed."""
@@ -386,7 +467,7 @@ class Session:
         try:
             signal.setitimer(signal.ITIMER_REAL, cell["seconds"], 1)
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(Capped()):
-                self.execute(cell)
+                getattr(self, f"run_{cell['kind']}")(cell)
         except OutOfTime:
             error = f"OutOfTime: more than {cell['seconds']:g} seconds"
         except BaseException as caught:
@@ -395,52 +476,108 @@ class Session:
                 error = first_line(caught)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        shown = output.getvalue() if cell["kind"] != "test" else ""
-        return {"error": error, "output": shown}
+        if cell["kind"] == "test":
+            return {"error": error}
+        reply = {"error": error, "output": output.getvalue()}
+        return reply | self.bindings() if cell["kind"] == "answer" else reply
 
-    def execute(self, cell: dict) -> None:
-        kind = cell["kind"]
-        if kind == "answer":
-            self.answer(cell)
-            return
-        code = compile(cell["source"], f"<{cell['name']}>", "exec")
-        if kind == "given":
+    def run_given(self, cell: dict) -> None:
+        tree = ast.parse(cell["source"])
+        if cell.get("whole", True):
             self.check_shared()
-            before = dict(self.teacher)
-            exec(code, self.teacher)
-            new = {n: v for n, v in self.teacher.items() if before.get(n) is not v}
-            for name, value in new.items():
-                if not name.startswith("__"):
-                    # an answer that empties a table that tests go through empties its own copy
-                    is_table = type(value) in TABLES
-                    self.student[name] = copy.deepcopy(value) if is_table else value
             self.untouched = {}
-            return
+        else:  # of another task: its tools alone
+            tree.body = [s for s in tree.body if isinstance(s, DEFINITION | IMPORT)]
+        before = dict(self.teacher)
+        exec(compile(tree, f"<{cell['name']}>", "exec"), self.teacher)
+        new = {n: v for n, v in self.teacher.items() if before.get(n) is not v}
+        for name, value in new.items():
+            if not name.startswith("__"):
+                self.student[name] = own_copy(value)
+
+    def run_test(self, cell: dict) -> None:
         self.check_shared()
-        exec(code, self.teacher)
+        if self.leaves_thread:
+            raise Refused("a definition of yours leaves a thread running")
+        self.begin_answer()
+        exec(compile(cell["source"], f"<{cell['name']}>", "exec"), self.teacher)
         self.check_shared()
 
-    def answer(self, cell: dict) -> None:
+    def parse(self, cell: dict) -> ast.Module:
+        """The cell's statements, if it breaks no rule."""
         source = without_magics(cell["source"])
-        tree = ast.parse(source)
         if cell["write_it"]:
-            check_own(tree)
-        tree = ast.fix_missing_locations(Rules(self.opened).visit(tree))
-        self.check_shared()
+            check_own(ast.parse(source))
+        Rules(self.opened).visit(ast.parse(source))
+        return ast.parse(source)
+
+    def run_answer(self, cell: dict) -> None:
+        """Run what the student wrote."""
+        self.execute(self.parse(cell), cell["name"])
+
+    def run_definitions(self, cell: dict) -> None:
+        """Define what the student's cell defined, and take over what it computed."""
+        tree = self.parse(cell)
+        for name, packed in cell["plain"].items():
+            check_name(name)
+            self.student[name] = unpack(packed)
+        self.student.lost |= set(cell["bound"])
+        tree.body = definitions(tree.body, set(cell["plain"]))
+        threads = threading.active_count()
         try:
-            exec(compile(tree, f"<answer {cell['name']}>", "exec"), self.student)
+            self.execute(tree, cell["name"])
         finally:
-            for name in self.asked & self.student.keys():
-                check_value(self.student[name], name)
-                self.teacher[name] = self.student[name]
+            self.leaves_thread |= threading.active_count() > threads
+        for name in self.asked & set(cell["bound"]) - self.student.keys():
+            raise Refused(NOT_REPEATED.format(name))
+
+    def execute(self, tree: ast.Module, name: str) -> None:
+        tree = ast.fix_missing_locations(Rules(self.opened).visit(tree))
+        self.begin_answer()
+        before = dict(self.student)
+        try:
+            exec(compile(tree, f"<answer {name}>", "exec"), self.student)
+        finally:
+            now = dict(self.student)
+            self.bound |= {n for n, v in now.items() if n not in before or before[n] is not v}
+            for name in self.asked & now.keys():
+                check_value(now[name], name)
+                self.teacher[name] = now[name]
+
+    def bindings(self) -> dict:
+        """The names that the student's cells have bound, and the plain data among their values."""
+        plain, size = {}, 0
+        for name in sorted(self.bound & self.student.keys()):
+            with contextlib.suppress(ValueError, RecursionError):
+                packed = pack(self.student[name])
+                size += len(json.dumps(packed))
+                if size > PLAIN:
+                    break
+                plain[name] = packed
+        return {"plain": plain, "bound": sorted(self.bound)}
+
+    def begin_answer(self) -> None:
+        self.untouched = self.untouched or shared_parts()
+        self.is_checked = False
 
     def check_shared(self) -> None:
-        """Whether what both sides import is still what it was."""
+        """Refuse what an answer did to what both sides import."""
+        if self.is_checked:
+            return
         now = shared_parts()
-        self.untouched = self.untouched or now
         changed = [key for key, old in self.untouched.items() if not is_same(old, now.get(key))]
         if changed:
             raise Refused(f"your code changed {', '.join(map('.'.join, changed[:3]))}")
+        self.is_checked = True
+
+
+def own_copy(value: object) -> object:
+    """An answer that changes a table or a model that it is given changes a copy of its own."""
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(Exception):
+        if type(value) in TABLES or torch and isinstance(value, torch.Tensor | torch.nn.Module):
+            return copy.deepcopy(value)
+    return value
 
 
 def is_same(old: object, new: object) -> bool:
@@ -465,7 +602,24 @@ def shared_parts() -> dict:
                 parts[owner.__name__, name] = value
             elif owner.__name__.startswith("llm_course.") and type(value) in TABLES:
                 parts[owner.__name__, name] = repr(value)
-    return parts
+    return parts | (switches(torch) if torch else {})
+
+
+def switches(torch: ModuleType) -> dict:
+    """What changes all of PyTorch's answers when it is left on."""
+    on = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+    }
+    for module in (torch.nn.modules.module, sys.modules.get("torch.optim.optimizer")):
+        hooks = {name: vars(module)[name] for name in vars(module or torch.nn) if "_hooks" in name}
+        on |= {name: len(hook) for name, hook in hooks.items() if isinstance(hook, dict)}
+    return {("torch", name): repr(value) for name, value in on.items()}
 
 
 TABLES = {list, dict, set, tuple}
@@ -489,23 +643,122 @@ def ring(signum: int, frame: object) -> None:
     raise OutOfTime
 
 
+def keep_apart() -> None:
+    """No other program of this user may look into our memory, or into that of what we fork; and
+    what a forked process leaves behind becomes our child, so that we can end it.
+    """
+    if sys.platform == "linux":
+        system = ctypes.CDLL(None)
+        system.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        system.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def warm_up(modules: list[str], has_own: bool) -> None:
+    """Import what the exercise imports, so that no forked process has to."""
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    for name, kind in {"torch": "Tensor", "numpy": "ndarray"}.items():
+        if name in sys.modules:
+            VALUES.add(getattr(sys.modules[name], kind))
+    if has_own:
+        check_own(ast.Module([], []))
+
+
+def children() -> list[int]:
+    """The processes whose parent we are."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="latin-1") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found
+
+
+def pipe() -> tuple[io.BufferedReader, io.BufferedWriter]:
+    end, beginning = os.pipe()
+    return os.fdopen(end, "rb"), os.fdopen(beginning, "wb")
+
+
+class Worker:
+    """A process forked from this one, with a home of its own; it hears and says a line a time."""
+
+    def __init__(self, start: dict, order: dict, ours: list):
+        home = tempfile.mkdtemp(dir=os.environ["HOME"])
+        there, self.cells = pipe()
+        self.replies, here = pipe()
+        self.home = home
+        self.pid = os.fork()
+        if self.pid == 0:
+            for file in (*ours, self.cells, self.replies):
+                file.close()
+            work(start, order, home, there, here)
+        there.close()
+        here.close()
+
+    def tell(self, line: bytes) -> dict:
+        """What it says to a line, which may be anything; or the status with which it ended."""
+        try:
+            self.cells.write(line)
+            self.cells.flush()
+        except OSError:
+            pass  # reading says more
+        said = self.replies.readline(LINE + 1)
+        if said:
+            return {"said": said.decode(errors="replace")}
+        return {"status": os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])}
+
+    def end(self) -> None:
+        """End it, and everything that it has started and left."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                for pid in children() if os.path.isdir("/proc") else [self.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
+        self.replies.close()
+        with contextlib.suppress(OSError):
+            self.cells.close()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def work(
+    start: dict, order: dict, home: str, cells: io.BufferedReader, replies: io.BufferedWriter
+) -> None:
+    """Run cells, in a process of their own, until it is ended."""
+    os.environ["HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = home
+    os.chdir(home)
+    signal.signal(signal.SIGALRM, ring)
+    session = Session(start["asked"], start["opened"])
+    for line in cells:
+        reply = session.run(json.loads(line))
+        warm_up([], False)
+        replies.write(json.dumps({"key": order["key"]} | reply).encode() + b"\n")
+        replies.flush()
+    os._exit(0)
+
+
 def main() -> None:
-    cells = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    orders = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
-    signal.signal(signal.SIGALRM, ring)
-    start = json.loads(cells.readline())
+    start = json.loads(orders.readline())
     limit(start["apart"])
-    session = Session(start["asked"], start["opened"])
-    values = {"torch": "Tensor", "numpy": "ndarray"}
-    for line in cells:
-        reply = session.run(json.loads(line))
-        VALUES.update(
-            getattr(sys.modules[name], kind) for name, kind in values.items() if name in sys.modules
-        )
-        replies.write(json.dumps({"key": start["key"]} | reply) + "\n")
+    keep_apart()
+    warm_up(start["warm"], start["has_own"])
+    worker = None
+    for line in orders:
+        order = json.loads(line)
+        if "key" in order:  # for a fresh process
+            if worker:
+                worker.end()
+            worker = Worker(start, order, [orders, replies])
+            reply = {"status": None}
+        else:
+            reply = worker.tell(line)
+        replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()
 
 

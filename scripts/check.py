@@ -1,9 +1,10 @@
 """Prove the whole course, one stage after another: `make test`, or `python scripts/check.py lint
 types` for some.
 
-It stops at the first stage that fails and says what to do about it. The totals in the last line are
-the sums of what the stages' own tools counted: pytest its tests and nbval its cells, nbdev its
-notebooks, any other command one.
+It stops at the first stage that fails and says what to do about it. Two stages that keep one core
+busy each run side by side; what they print still comes one after the other. The totals in the last
+line are the sums of what the stages' own tools counted: pytest its tests and nbval its cells, nbdev
+its notebooks, any other command one.
 """
 
 import os
@@ -13,14 +14,18 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["nbs", "solutions"]
 # what people write
 SOURCES = [*PAGES, "tests", "scripts", "benchmarks", "docs", "lab", "conftest.py"]
-WORKERS = str(min(4, os.cpu_count() or 1))
+CORES = min(4, os.cpu_count() or 1)
+# of pytest, whose workers often wait for a kernel or a process: one more keeps the cores busy
+WORKERS = str(CORES + 1)
 
 
 def count_command(output: str, succeeded: bool) -> tuple[int, int]:
@@ -57,6 +62,7 @@ class Stage:
     # files that the commands must leave as they were
     unchanged: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    beside: str = ""  # the stage before it in the list, if both can run at once
 
 
 STAGES = [
@@ -79,8 +85,15 @@ STAGES = [
     ),
     Stage("types", [["mypy"]], "Mend the signature in the chapter's notebook, then `make export`."),
     Stage(
+        "docs",
+        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
+        "A warning names the page or the docstring, and the link or the mark in it that leads"
+        " nowhere. After a change of docs/conf.py, remove _docs/ first.",
+        beside="types",
+    ),
+    Stage(
         "run",
-        [["nbdev_test", "--n_workers", WORKERS, "--do_print"]],
+        [["nbdev_test", "--n_workers", str(CORES), "--do_print"]],
         "A cell raised. Run that notebook from the top in `make lab` until it ends without an"
         " error.",
         count_nbdev,
@@ -93,14 +106,8 @@ STAGES = [
         count_pytest,
     ),
     Stage(
-        "docs",
-        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
-        "A warning names the page or the docstring, and the link or the mark in it that leads"
-        " nowhere. After a change of docs/conf.py, remove _docs/ first.",
-    ),
-    Stage(
         "tests",
-        [["pytest", "-q", "-n", WORKERS, "-m", "not browser", "tests"]],
+        [[*"pytest -q --dist worksteal -n".split(), WORKERS, "-m", "not browser", "tests"]],
         "Run the one that failed alone: `python -m pytest tests/FILE.py -k NAME`.",
         count_pytest,
         env={"MPLBACKEND": "agg"},
@@ -128,11 +135,11 @@ ENVIRONMENT = {
 }
 
 
-def run(command: list[str], env: dict[str, str]) -> tuple[str, bool]:
-    """Run `command` in the repository's root, show its output as it comes, and return it with
+def run(command: list[str], env: dict[str, str], say: Callable[[str], None]) -> tuple[str, bool]:
+    """Run `command` in the repository's root, say what it prints as it comes, and return that with
     whether it succeeded.
     """
-    print("$", *command, flush=True)
+    say(f"$ {' '.join(command)}\n")
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -144,7 +151,7 @@ def run(command: list[str], env: dict[str, str]) -> tuple[str, bool]:
     )
     lines = []
     for line in process.stdout:
-        print(line, end="", flush=True)
+        say(line)
         lines.append(line)
     return "".join(lines), process.wait() == 0
 
@@ -157,22 +164,55 @@ def read(patterns: list[str]) -> dict[str, str]:
     }
 
 
-def run_stage(stage: Stage) -> tuple[int, int]:
+@dataclass
+class Result:
+    stage: Stage
+    seconds: float
+    passed: int
+    failed: int
+
+
+def run_stage(stage: Stage, say: Callable[[str], None]) -> Result:
+    say(f"\n== {stage.name}\n")
+    start = time.monotonic()
     before = read(stage.unchanged)
     passed = failed = 0
     for command in stage.commands:
-        output, succeeded = run(command, os.environ | stage.env)
+        output, succeeded = run(command, os.environ | stage.env, say)
         more_passed, more_failed = stage.count(output, succeeded)
         passed = passed + more_passed
         failed = failed + more_failed
     after = read(stage.unchanged)
     changed = sorted(name for name in before | after if before.get(name) != after.get(name))
     for name in changed:
-        print(f"changed: {name}")
+        say(f"changed: {name}\n")
     if stage.unchanged:
         passed = passed + (not changed)
         failed = failed + bool(changed)
-    return passed, failed
+    return Result(stage, time.monotonic() - start, passed, failed)
+
+
+def side_by_side(stages: list[Stage]) -> list[list[Stage]]:
+    """The stages in their order, those that can run at once in one list."""
+    rows: list[list[Stage]] = []
+    for stage in stages:
+        if rows and stage.beside == rows[-1][-1].name:
+            rows[-1].append(stage)
+        else:
+            rows.append([stage])
+    return rows
+
+
+def run_at_once(stages: list[Stage]) -> list[Result]:
+    """Run the stages, and show what the first says as it comes, what the others say after it."""
+    show = partial(print, end="", flush=True)
+    kept: list[list[str]] = [[] for _ in stages]
+    says = [show, *(lines.append for lines in kept[1:])]
+    with ThreadPoolExecutor(len(stages)) as pool:
+        results = list(pool.map(run_stage, stages, says))
+    for lines in kept:
+        show("".join(lines))
+    return results
 
 
 def main(names: list[str]) -> int:
@@ -183,26 +223,20 @@ def main(names: list[str]) -> int:
             f" {', '.join(s.name for s in STAGES)}"
         )
     os.environ.update(ENVIRONMENT)
-    rows = []
-    failed_stage = None
     every = {stage.name for stage in STAGES} - BY_NAME_ALONE
-    for stage in STAGES:
-        if stage.name not in (names or every):
-            continue
-        print(f"\n== {stage.name}", flush=True)
-        start = time.monotonic()
-        passed, failed = run_stage(stage)
-        rows.append((stage.name, time.monotonic() - start, passed, failed))
-        if failed:
-            failed_stage = stage
+    results: list[Result] = []
+    for stages in side_by_side([stage for stage in STAGES if stage.name in (names or every)]):
+        results += run_at_once(stages)
+        if any(result.failed for result in results):
             break
     print(f"\n{'stage':8}{'seconds':>8}{'passed':>8}{'failed':>8}")
-    for name, seconds, passed, failed in rows:
-        print(f"{name:8}{seconds:8.0f}{passed:8}{failed:8}")
-    if failed_stage:
-        print(f"\n{failed_stage.name} failed. {failed_stage.advice}")
-    print(f"\n{sum(row[2] for row in rows)} passed, {sum(row[3] for row in rows)} failed")
-    return int(failed_stage is not None)
+    for r in results:
+        print(f"{r.stage.name:8}{r.seconds:8.0f}{r.passed:8}{r.failed:8}")
+    failed = [result.stage for result in results if result.failed]
+    for stage in failed:
+        print(f"\n{stage.name} failed. {stage.advice}")
+    print(f"\n{sum(r.passed for r in results)} passed, {sum(r.failed for r in results)} failed")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

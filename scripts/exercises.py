@@ -63,6 +63,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "solutions"
 RELEASE = ROOT / "exercises"
 COURSE = ROOT / "_nbgrader"
+VARIANTS = SOURCES / "variants.json"
 LATE_DAYS = 5  # of each student in the whole course, where there are deadlines
 
 FOR_STUDENTS = [
@@ -162,7 +163,28 @@ def open_course(course: Path, way: str = "", late_days: int = LATE_DAYS) -> NbGr
     return NbGraderAPI(CourseDirectory(config=config), config=config)
 
 
-def generate(sources: list[Path], course: Path) -> list[Path]:
+def variants_of(name: str) -> list[dict[str, str]]:
+    """What other versions of an exercise write in place of what: first the one that is stored."""
+    return [{}, *json.loads(VARIANTS.read_text(encoding="utf-8")).get(name, [])]
+
+
+def vary(source: Path, seed: int) -> nbformat.NotebookNode:
+    """The exercise with other numbers, its solution and hidden tests too, if it has such a version.
+    A seed chooses it; 0 is what is stored.
+    """
+    notebook = nbformat.read(source, as_version=4)
+    variants = variants_of(source.stem)
+    number = seed % len(variants)
+    if number:
+        words = variants[number]
+        pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+        for cell in notebook.cells:
+            cell.source = re.sub(pattern, lambda found: words[found[0]], cell.source)
+        notebook.metadata["variant"] = number
+    return notebook
+
+
+def generate(sources: list[Path], course: Path, seed: int = 0) -> list[Path]:
     """Take the notebooks into the nbgrader course, solutions and hidden tests included; return the
     student versions.
     """
@@ -171,13 +193,18 @@ def generate(sources: list[Path], course: Path) -> list[Path]:
         # nbgrader wants a folder for each assignment
         staged = course / "source" / source.stem / source.name
         staged.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, staged)
+        nbformat.write(vary(source, seed), staged)
         succeed(api.generate_assignment(source.stem), f"make the student version of {source.name}")
     return [course / "release" / source.stem / source.name for source in sources]
 
 
 def release(
-    sources: list[Path], course: Path = COURSE, destination: Path = RELEASE, *, force: bool = False
+    sources: list[Path],
+    course: Path = COURSE,
+    destination: Path = RELEASE,
+    *,
+    force: bool = False,
+    seed: int = 0,
 ) -> list[Path]:
     """Write the student versions to `destination`, and return those written. A file changed by hand
     is kept, but for `force`.
@@ -185,7 +212,7 @@ def release(
     previous = {path.name: path.read_bytes() for path in course.glob("release/*/*.ipynb")}
     destination.mkdir(parents=True, exist_ok=True)
     written = []
-    for made in generate(sources, course):
+    for made in generate(sources, course, seed):
         target = destination / made.name
         if (
             target.exists()
@@ -202,7 +229,7 @@ def release(
     return written
 
 
-def write_student(destination: Path) -> None:
+def write_student(destination: Path, seed: int = 0) -> None:
     """Write all that a student needs to an empty folder: pages, package, exercises."""
     if destination.exists() and any(destination.iterdir()):
         sys.exit(f"{destination} is not empty: name a new folder, or empty it first")
@@ -216,7 +243,7 @@ def write_student(destination: Path) -> None:
         else:
             shutil.copyfile(source, target)
     with tempfile.TemporaryDirectory() as course:
-        release(find_exercises(), Path(course), destination / "exercises")
+        release(find_exercises(), Path(course), destination / "exercises", seed=seed)
 
 
 def grade(
@@ -225,6 +252,7 @@ def grade(
     course: Path = COURSE,
     way: str = "",
     late_days: int = LATE_DAYS,
+    seed: int = 0,
 ) -> tuple[list[Score], list[Problem]]:
     """Grade `submissions`/STUDENT/NN_name.ipynb with nbgrader, each by itself: the scores, and a
     problem for each notebook that has none. What nbgrader and Python say of it is in grading.log.
@@ -233,7 +261,7 @@ def grade(
     handed_in, problems = collect(submissions, known_exercises())
     handed_in = {key: path for key, path in handed_in.items() if key[1] in exercises}
     used = {exercise for _, exercise in handed_in}
-    released = generate([source for source in sources if source.stem in used], course)
+    released = generate([source for source in sources if source.stem in used], course, seed)
     blanks = {path.stem: path for path in released}
     api = open_course(course, way or choose().name, late_days)
     scores = []
@@ -419,7 +447,11 @@ def opened(submissions: Path) -> Iterator[Path]:
 
 
 def grade_folder(
-    submissions: Path, way: str, names: list[str] | None = None, late_days: int = LATE_DAYS
+    submissions: Path,
+    way: str,
+    names: list[str] | None = None,
+    late_days: int = LATE_DAYS,
+    seed: int = 0,
 ) -> int:
     """Grade, print the table, and return the exit status: 1 if a notebook has no scores."""
     if os.name != "posix":
@@ -430,7 +462,7 @@ def grade_folder(
         sys.exit(str(error))
     with opened(submissions) as folder:
         print(f"student code runs under: {way} ({way_called(way).promise})")
-        scores, problems = grade(folder, find_exercises(names), COURSE, way, late_days)
+        scores, problems = grade(folder, find_exercises(names), COURSE, way, late_days, seed)
     print_scores(scores, problems)
     graded = {(score.student, score.exercise) for score in scores}
     api = open_course(COURSE, way, late_days)
@@ -490,6 +522,10 @@ def command_line() -> argparse.ArgumentParser:
     help = "how many days a student may be late in the whole course (default: %(default)s)"
     to_grade.add_argument("--late-days", type=int, default=LATE_DAYS, metavar="N", help=help)
 
+    for with_seed in (to_students, to_grade):
+        help = "which version of those exercises that have several (default: %(default)s)"
+        with_seed.add_argument("--seed", type=int, default=0, metavar="N", help=help)
+
     help = "write grades.csv and all pages for students again, after Formgrader"
     commands.add_parser("feedback", help=help)
 
@@ -509,11 +545,11 @@ def main(arguments: list[str] | None = None) -> None:
     if str(getattr(options, "folder", "named")) == ".":
         sys.exit(f"name a folder: make {options.command} DIR=FOLDER")
     if options.command == "student":
-        write_student(options.folder)
+        write_student(options.folder, options.seed)
         print(f"{options.folder} holds the course for students, without solutions")
     elif options.command == "grade":
         way = TRUST.name if options.trust else ""
-        sys.exit(grade_folder(options.folder, way, options.only, options.late_days))
+        sys.exit(grade_folder(options.folder, way, options.only, options.late_days, options.seed))
     elif options.command == "feedback":
         write_feedback(COURSE, open_course(COURSE), find_graded(COURSE))
         print(f"grades.csv, and a page for each student in feedback/, are in {COURSE}")

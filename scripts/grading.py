@@ -41,7 +41,6 @@ PATIENCE = 5.0  # seconds for a cell to end after it was interrupted
 START_SECONDS = 60.0
 LARGEST = 5_000_000  # bytes of a notebook
 LARGEST_ARCHIVE = 2_000_000_000  # bytes of all its files
-LINE = 1_000_000  # characters of a reply
 
 
 class NotGraded(Exception):
@@ -233,6 +232,10 @@ def rebuild(handed_out: NotebookNode, submission: NotebookNode) -> NotebookNode:
             "its cells have lost nbgrader's metadata: ask for the answers in a fresh copy of the"
             " exercise"
         )
+    ours = handed_out.metadata.get("variant", 0)
+    theirs = submission.metadata.get("variant", 0)
+    if ours != theirs:
+        raise NotGraded(f"it is version {theirs!r} of the exercise, and you grade {ours}: SEED=N")
     built = nbformat.from_dict(handed_out)
     built.cells = list(more[""])
     for cell in handed_out.cells:
@@ -247,19 +250,27 @@ def rebuild(handed_out: NotebookNode, submission: NotebookNode) -> NotebookNode:
 
 
 class Runner:
-    """A student's notebook in a process of its own; every reply may be a lie, or never come."""
+    """A student's notebook, apart; what a process that runs its cells replies may be a lie, or
+    never come.
+    """
 
-    def __init__(self, way: isolation.Isolation, asked: list[str], opened: list[str]):
+    def __init__(self, way: isolation.Isolation, exercise: "Exercise"):
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         isolation.give_away(Path(self.folder.name))
         program = [sys.executable, "-P", "-s", str(ANSWERS)]
         self.process = way.start(program, Path(self.folder.name))
-        self.key = secrets.token_hex(16)
         self.started = time.monotonic()
         self.rest = b""
-        self.wait = START_SECONDS  # besides, for the first cell
-        start = {"asked": asked, "opened": opened, "key": self.key, "apart": way.keeps_apart}
-        self.write(start)
+        self.wait = START_SECONDS  # besides, for the first process
+        self.write(
+            {
+                "asked": sorted(exercise.asked),
+                "opened": sorted(exercise.opened),
+                "warm": sorted(exercise.warm),
+                "has_own": bool(exercise.write_it),
+                "apart": way.keeps_apart,
+            }
+        )
 
     def __enter__(self) -> "Runner":
         return self
@@ -278,48 +289,62 @@ class Runner:
             pass  # reading the reply says more
 
     def read_line(self, seconds: float, name: str) -> bytes:
+        """What comes until a line ends; `name` is the cell that runs, if one does."""
         until = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self.rest:
-                if len(self.rest) > LINE:
-                    raise NotGraded(f"in the cell {name} it wrote to the grader: look at its code")
                 if not selector.select(max(0.0, until - time.monotonic())):
+                    if not name:
+                        raise NotGraded("it did not start in time: is the machine busy? Try again")
                     raise NotGraded(
                         f"the cell {name} did not end, and ignored the interrupt: look for a loop"
                         " that catches every exception"
                     )
                 data = self.process.stdout.read1(65536)
                 if not data:
-                    raise NotGraded(self.last_words(name))
+                    status = self.process.wait(timeout=PATIENCE)
+                    raise NotGraded(last_words(name, status))
                 self.rest += data
         line, _, self.rest = self.rest.partition(b"\n")
         return line
 
-    def last_words(self, name: str) -> str:
-        status = self.process.wait(timeout=PATIENCE)
-        return (
-            f"its process ended in the cell {name} with status {status}: look there for an exit, or"
-            " for more memory than there is"
-        )
-
-    def run(self, cell: dict) -> dict:
-        """Send one cell; its reply."""
+    def order(self, order: dict, name: str) -> dict:
+        """Send an order; what the program says to it."""
         left = self.started + NOTEBOOK_SECONDS - time.monotonic()
         if left <= 0:
             raise NotGraded(f"it took more than {NOTEBOOK_SECONDS:g} seconds: look for slow cells")
         seconds = min(CELL_SECONDS, left)
-        self.write(cell | {"seconds": seconds})
-        line = self.read_line(seconds + PATIENCE + self.wait, cell["name"])
+        self.write(order | {"seconds": seconds})
+        line = self.read_line(seconds + PATIENCE + self.wait, name)
         self.wait = 0
+        return json.loads(line)
+
+    def begin(self) -> None:
+        """End the process that has run cells, with all that it left, and begin a fresh one."""
+        self.key = secrets.token_hex(16)
+        self.order({"key": self.key}, "")
+
+    def run(self, cell: dict) -> dict:
+        """Run a cell in the present process; its reply."""
+        found = self.order(cell, cell["name"])
+        if "said" not in found:
+            raise NotGraded(last_words(cell["name"], found["status"]))
         try:
-            reply = json.loads(line)
+            reply = json.loads(found["said"])
             ours = secrets.compare_digest(reply.pop("key"), self.key)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             ours = False
         if not ours:
             raise NotGraded(f"in the cell {cell['name']} it wrote to the grader: look at its code")
         return reply
+
+
+def last_words(name: str, status: int) -> str:
+    return (
+        f"its process ended in the cell {name} with status {status}: look there for an exit, or"
+        " for more memory than there is"
+    )
 
 
 def bound_names(source: str) -> set[str]:
@@ -355,6 +380,9 @@ class Exercise:
         self.tests = {grade_id(cell) for cell in code if cell.metadata.nbgrader.grade}
         self.asked = set().union(*map(bound_names, answers.values()))
         self.opened = set().union(*map(imported_modules, self.own.values()))
+        self.warm = set(self.opened)
+        if any(re.search(r"\boptim\b|\boptimizer", source) for source in self.own.values()):
+            self.warm.add("torch._dynamo")  # what PyTorch imports for its first optimizer
         refusing = {name.split("-test")[0] for name in self.tests if "forbid(" in self.own[name]}
         self.write_it = refusing & answers.keys()
 
@@ -369,25 +397,70 @@ class Exercise:
         return {"kind": "answer", "name": name, "source": cell.source, "write_it": write_it}
 
 
+def task_of(name: str) -> str:
+    """The task of a cell; empty for what belongs to all of them, and for a student's own cell."""
+    return name.split("-")[0] if re.match(r"task\d+-", name) else ""
+
+
 def run_notebook(notebook: NotebookNode, exercise: Exercise, way: isolation.Isolation) -> None:
-    """Run the code cells of `notebook`, and write each one's outcome below it."""
-    with Runner(way, sorted(exercise.asked), sorted(exercise.opened)) as runner:
-        for index, cell in enumerate(notebook.cells):
-            if cell.cell_type != "code":
-                continue
-            reply = runner.run(exercise.step(cell, index))
+    """Run the code cells of `notebook`, and write each one's outcome below it.
+
+    First everything but the tests, as the student wrote it; then each task's tests, in a fresh
+    process that has never seen more of the student's cells than what they define.
+    """
+    numbered = [(i, cell) for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    steps = [(cell, exercise.step(cell, index)) for index, cell in numbered]
+    with Runner(way, exercise) as runner:
+        runner.begin()
+        first = {}
+        for cell, step in steps:
             cell.outputs = []
-            if text := reply.get("output"):
-                cell.outputs.append(
-                    nbformat.v4.new_output("stream", name="stdout", text=printable_lines(str(text)))
-                )
-            if reply.get("error") is not None:
-                message = printable(str(reply["error"]))
-                cell.outputs.append(
-                    nbformat.v4.new_output(
-                        "error", ename="Error", evalue=message, traceback=[message]
-                    )
-                )
+            if step["kind"] != "test":
+                first[step["name"]] = runner.run(step)
+                show(cell, first[step["name"]])
+        tests = [step["name"] for _, step in steps if step["kind"] == "test"]
+        for task in dict.fromkeys(map(task_of, tests)):
+            runner.begin()
+            run_task(runner, task, steps, first)
+
+
+def run_task(
+    runner: Runner, task: str, steps: list[tuple[NotebookNode, dict]], first: dict[str, dict]
+) -> None:
+    """Define what the tests of a task need, and run them. `first` has the replies of the cells when
+    they ran.
+    """
+    own = [
+        i for i, (_, s) in enumerate(steps) if s["kind"] == "test" and task_of(s["name"]) == task
+    ]
+    lost = []  # what went wrong here, and not when the student's cell ran
+    for cell, step in steps[: own[-1] + 1]:
+        name = step["name"]
+        ours = task_of(name) in ("", task)
+        if step["kind"] == "given":
+            runner.run(step | {"whole": ours})
+        elif step["kind"] == "answer":
+            taken = {key: first[name][key] for key in ("plain", "bound")}
+            error = runner.run(step | taken | {"kind": "definitions"})["error"]
+            if ours and error and not first[name]["error"]:
+                lost.append(f"{name}: {error}")
+        elif ours:
+            reply = runner.run(step)
+            if lost and reply["error"] is not None:
+                reply["error"] = "; ".join([str(reply["error"]), *lost])
+            show(cell, reply)
+
+
+def show(cell: NotebookNode, reply: dict) -> None:
+    """Write below a cell what it printed, and its error."""
+    if text := reply.get("output"):
+        text = printable_lines(str(text))
+        cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=text))
+    if reply.get("error") is not None:
+        message = printable(str(reply["error"]))
+        cell.outputs.append(
+            nbformat.v4.new_output("error", ename="Error", evalue=message, traceback=[message])
+        )
 
 
 def printable_lines(text: str) -> str:

@@ -100,7 +100,7 @@ PLAIN = [
     ("another module's name", "__name__ = 'torch'", "`__name__`"),
     ("a format that looks", "raise ValueError('{0.__glo' 'bals__}'.format(case))", "a format"),
     ("a format that looks, 2", "str.format('{0.__globals__}', case)", "a format"),
-    ("a checker", "from llm_course.pages.check_first_run import near", "llm_course.pages"),
+    ("a checker", "from llm_course.pages.exercise_first_run import near", "llm_course.pages"),
     ("a checker, 2", "import llm_course.files\nllm_course.pages", "llm_course.pages"),
     ("a metaclass", "class A(metaclass=Counter):\n    pass", "metaclass"),
     ("our own guard", "_guard_write = lambda x: x", "_guard_write"),
@@ -196,5 +196,80 @@ WITH_OS = [
         "for f in range(3, 20):\n    try:\n        while True:\n"
         "            os.write(f, b'x' * 10**6)\n    except OSError:\n        pass",
         "wrote to the grader",
+    ),
+]
+
+# What needs the process in which the tests run: (name, exercise, cell, code, what the table says).
+# Hooks and memory earned points or showed hidden tests where cells and tests met in one process.
+READER = """
+def choose_pair(words, lengths, *, min_frequency=2, max_bytes=None):
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            start, end = (int(x, 16) for x in line.split()[0].split("-"))
+            if "rw-p" in line:
+                memory.seek(start)
+                text = memory.read(end - start)
+                place = text.find(b"BEGIN HIDDEN " + b"TESTS")
+                if place > 0:
+                    raise ValueError(text[place : place + 500])
+"""
+BROKEN = "class MendedAttention(BrokenAttention):\n    pass\n"
+HOOKS = "hooks = torch.nn.modules.module\n"
+ZERO = "lambda module, given, made: made * 0"
+THREAD = f"""
+def later():
+    hooks.register_module_forward_hook({ZERO})
+thread = torch.storage.threading.Thread(target=later)
+thread.start()
+"""
+SHARED = [
+    (
+        "a hook on every module",
+        "05_attention",
+        "task4-mend",
+        HOOKS + f"hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
+        "an output has the shape",
+    ),
+    (
+        "a hook on what every module is given",
+        "05_attention",
+        "task4-mend",
+        HOOKS + "hooks.register_module_forward_pre_hook("
+        "lambda module, given: tuple(x * 0 for x in given))\n" + BROKEN,
+        "",
+    ),
+    (
+        "a hook, kept by a definition",
+        "05_attention",
+        "task4-mend",
+        HOOKS + f"kept = hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
+        "your code changed torch._global_forward_hooks",
+    ),
+    (
+        "a hook that a call registers",
+        "05_attention",
+        "task4-mend",
+        BROKEN + "    def forward(self, x):\n"
+        f"        torch.nn.modules.module.register_module_forward_hook({ZERO})\n"
+        "        return super().forward(x)\n",
+        "your code changed torch._global_forward_hooks",
+    ),
+    ("a hook by a thread", "05_attention", "task4-mend", HOOKS + THREAD + BROKEN, ""),
+    (
+        "a thread, begun by a definition",
+        "05_attention",
+        "task4-mend",
+        "def later():\n    while True:\n        pass\ndef begin():\n"
+        "    torch.storage.threading.Thread(target=later, daemon=True).start()\n"
+        "    return torch.nn.Identity()\nbegun = begin()\n" + BROKEN,
+        "leaves a thread running",
+    ),
+    ("the tests, read in memory", "01_tokenization", "task2-choose", READER, "PermissionError"),
+    (
+        "a process that stays",
+        "02_data",
+        "task2-collate",
+        "if os.fork() == 0:\n    while True:\n        torch.storage.threading.Event().wait(1)\n",
+        "collate",
     ),
 ]

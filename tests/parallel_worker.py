@@ -14,6 +14,7 @@ from llm_course.training import parallel
 from llm_course.training.checkpointing import split_tensors
 from llm_course.training.config import Config, DistributedConfig, OptimizationConfig
 from llm_course.training.distributed import DistributedManager
+from llm_course.training.engine import TrainingEngine
 from llm_course.training.parallel import build_manager
 from llm_course.training.runtime import Runtime
 from llm_course.training.task import LanguageModelingTask
@@ -111,10 +112,12 @@ def compare(
     task: type[LanguageModelingTask] = worker.CopyTask,
     **settings: Any,
 ) -> dict[str, Any]:
-    """How far a run of these processes is from that of one; all processes make both."""
+    """How far a run of these processes is from that of one, which the first of them makes."""
     mine, record = worker.train(config_of(runtime, model, **settings), task=task, runtime=runtime)
-    alone, expected = worker.train(config_of(Runtime(), model, **settings), task=task)
     mine = runtime.gather(mine)[0]  # as from a file
+    if not runtime.is_main:
+        return {}  # `launch` takes the first one's answers
+    alone, expected = worker.train(config_of(Runtime(), model, **settings), task=task)
     return {
         "state": states_apart(mine, alone),
         "weights": apart(mine["model"], alone["model"]),
@@ -151,6 +154,32 @@ def held_numbers(runtime: DistributedManager) -> list[dict[str, int]]:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         part = "blocks" if name.startswith("layers.") else "others"
         held[part] += 0 if local.is_meta else local.numel()
+    return runtime.gather(held)
+
+
+def held_bytes(runtime: DistributedManager, model: dict[str, Any]) -> list[dict[str, int]]:
+    """The bytes of weights, gradients and moments that each process really holds in a step."""
+    config = config_of(runtime, model)
+    task = worker.CopyTask(config)
+    data = task.build_data()
+    engine = TrainingEngine(config, task, data, runtime=runtime)
+    engine.setup()
+    held = {}
+
+    def look(*_: Any) -> None:  # gradients are gone after the step
+        mine = [p for p in engine.model.parameters() if not parallel.local(p).is_meta]
+        held["weights"] = sum(parallel.local(p).nbytes for p in mine)
+        held["gradients"] = sum(parallel.local(p.grad).nbytes for p in mine)
+
+    engine.optimizer.register_step_pre_hook(look)
+    engine.model.train()
+    engine.optimizer_step([next(iter(data.train_dataloader(epoch=0)))])
+    held["optimizer"] = sum(
+        parallel.local(entries[name]).nbytes
+        for entries in engine.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+        if name in entries and not parallel.local(entries[name]).is_meta
+    )
     return runtime.gather(held)
 
 
@@ -247,15 +276,18 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         config = config_of(runtime, GROUPED | dict(dropout=0.1), gradient_accumulation_steps=2)
         found[f"{strategy} resume"] = worker.resume_differs(config, at=4, runtime=runtime)
         found[f"{strategy} held"] = held_numbers(runtime)
+    for strategy in ("ddp", "fsdp", "tp", "pp"):
+        for name, model in (("grouped", GROUPED), ("old-fashioned", OLD_FASHIONED)):
+            found[f"{strategy} {name} bytes"] = held_bytes(managers(strategy), model)
     found["tp draws alike"] = draws_alike(managers("tp"))
     found["refusals"] = refusals(managers("pp"))
     found["pp muon"] = compare(managers("pp"), GROUPED, optimizer="muon")
     # planted: each process keeps its own part of the gradient of q_norm and k_norm
     with patch.object(parallel, "sum_over", lambda gradient, mesh: gradient):
-        found["no sum"] = compare(managers("tp"), GROUPED, **once)["weights"]
+        found["no sum"] = compare(managers("tp"), GROUPED, **once)
     halves = DistributedConfig(strategy="pp")
-    found["untied"] = compare(Untied(halves, device="cpu"), GROUPED, **once)["weights"]
-    found["own norm"] = compare(OwnNorm(halves, device="cpu"), GROUPED)["weights"]
+    found["untied"] = compare(Untied(halves, device="cpu"), GROUPED, **once)
+    found["own norm"] = compare(OwnNorm(halves, device="cpu"), GROUPED)
     return found
 
 
@@ -268,4 +300,5 @@ def on_four_ranks() -> dict[str, Any]:
         once = dict(task=worker.GradientTask, max_steps=1, eval_interval=1, max_grad_norm=1e9)
         found[f"{strategy} gradient"] = compare(managers(strategy), model, **once)
         found[f"{strategy} trained"] = compare(managers(strategy), model, max_steps=5)
+        found[f"{strategy} bytes"] = held_bytes(managers(strategy), model)
     return found

@@ -200,6 +200,32 @@ def test_a_base_model_says_what_it_can_do(folder, capsys):
     assert capsys.readouterr().out.startswith("What")
 
 
+@pytest.mark.parametrize("command", ["chat", "generate", "export"])
+def test_every_command_names_its_model_in_the_same_way(folder, command, capsys):
+    more = ["--to", "x"] if command == "export" else ["--prompt", "x"]
+    assert cli([command, "--run", "a/b", *more]) == 2  # not looked for on the hub
+    assert "a/b holds no latest checkpoint" in capsys.readouterr().err
+    assert cli([command, "--run", "a", "--model", "b", *more]) == 2
+    assert "not allowed with argument --run" in capsys.readouterr().err
+    assert cli([command, *more]) == 2
+    assert "one of the arguments --run --model is required" in capsys.readouterr().err
+    assert cli([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "--checkpoint {latest,best}" in told and "smollm2" in told
+    assert ("--top-p" in told) == (command != "export")
+
+
+def test_an_answer_can_be_filtered(published, capsys):
+    """With top_k=1 the most likely token is left, whatever the temperature."""
+    words = ["chat", "--model", str(published), "--prompt", "What?", "--max-new-tokens", "6"]
+    assert cli(words) == 0
+    greedy = capsys.readouterr().out
+    assert cli([*words, "--temperature", "5", "--top-k", "1"]) == 0
+    assert capsys.readouterr().out == greedy
+    assert cli([*words, "--temperature", "5"]) == 0
+    assert capsys.readouterr().out != greedy
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -571,7 +571,9 @@ def test_help_shows_every_key_with_its_words(capsys):
         load_config(["--help"])
     assert leave.value.code == 0
     text = capsys.readouterr().out
-    leaves = [key for key in sources._TYPES if key not in sources._SECTIONS and key.count(".") <= 1]
+    leaves = [
+        key for key in sources.KEY_TYPES if key not in sources.SECTIONS and key.count(".") <= 1
+    ]
     assert [key for key in leaves if f"--{key} " not in text] == []
     assert "decoupled decay, on matrices only" in text and "passes over the training data" in text
 
@@ -981,7 +983,7 @@ def test_a_nested_value_is_replaced_by_a_variable_and_merged_by_the_others():
 def test_strict_loader_gives_what_pyyaml_gives():
     text = "b: &b {x: 1, y: [0, -0, +5, 0x1F, 1_000, '010', 0.5, 2001-01-01]}\n"
     text += "m: {<<: *b, x: 2}\nn: {<<: [*b, {z: 1}]}\n? null\n: 1"
-    assert sources._StrictLoader(text).get_single_data() == yaml.safe_load(text)
+    assert sources.StrictLoader(text).get_single_data() == yaml.safe_load(text)
     assert yaml.safe_load("{a: 1, a: 010}") == {"a": 8}  # what the plain one takes silently
 
 
@@ -989,7 +991,7 @@ def test_nearest_name_finds_every_slip_of_one_letter():
     """Drop, double or swap a letter of a key's last word: the key is named, alone or beside those
     with the same last word.
     """
-    for key in sorted(set(sources._TYPES) - sources._SECTIONS):
+    for key in sorted(set(sources.KEY_TYPES) - sources.SECTIONS):
         section, _, leaf = key.rpartition(".")
         if len(leaf) < 5:
             continue
@@ -999,7 +1001,7 @@ def test_nearest_name_finds_every_slip_of_one_letter():
             leaf[:1] + leaf[2] + leaf[1] + leaf[3:],
         ):
             for name in (f"{section}.{slip}".lstrip("."), slip):
-                if name not in sources._TYPES and slip != leaf:
+                if name not in sources.KEY_TYPES and slip != leaf:
                     assert f"'{key}'" in sources._nearest(name), (name, sources._nearest(name))
     assert sources._nearest("vocab_siz").endswith(
         "do you mean 'model.vocab_size' or 'data.vocab_size'?"
@@ -1151,7 +1153,7 @@ def test_round_trip(parts):
     assert [path.name for path in Path().iterdir() if path.suffix == ".tmp"] == []
 
 
-LEAVES = st.sampled_from(sorted({key.rpartition(".")[2] for key in sources._TYPES}))
+LEAVES = st.sampled_from(sorted({key.rpartition(".")[2] for key in sources.KEY_TYPES}))
 SCALARS = (
     st.none()
     | st.booleans()
@@ -1166,7 +1168,7 @@ TREES = st.recursive(
 )
 
 
-@given(tree=TREES, key=st.sampled_from(sorted(sources._TYPES)))
+@given(tree=TREES, key=st.sampled_from(sorted(sources.KEY_TYPES)))
 @settings(FAST, max_examples=30)
 def test_any_file_gives_a_configuration_or_a_refusal(tree, key):
     for name in reversed(key.split(".")):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llm_course.cli import main
 from llm_course.text.data import TextDataModule, load_corpus, split_documents
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint, verify
@@ -51,13 +52,26 @@ def command(*words: str) -> list[str]:
 
 
 def llm_course(*words: str) -> subprocess.CompletedProcess:
+    """In a process of its own, which has to import PyTorch: `here` is faster."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
     return subprocess.run(
         command(*words), capture_output=True, text=True, encoding="utf-8", env=env
     )
 
 
-def test_train_then_refuse_then_generate(folder):
+@pytest.fixture
+def here(capsys):
+    """The same command in this process."""
+
+    def call(*words: str) -> subprocess.CompletedProcess:
+        capsys.readouterr()
+        status = main(list(words))
+        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
+
+    return call
+
+
+def test_train_then_refuse_then_generate(folder, here):
     first = llm_course("train", "--config", "small.yaml", "--run-dir", "run")
     assert first.returncode == 0, first.stderr
     assert "nats per token" in first.stdout and "bits per byte" in first.stdout
@@ -83,7 +97,7 @@ def test_train_then_refuse_then_generate(folder):
     ] == [6, 12]
 
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    again = llm_course("train", "--config", "small.yaml", "--run-dir", "run")
+    again = here("train", "--config", "small.yaml", "--run-dir", "run")
     assert again.returncode == 2 and "holds a finished run (step 12 of 12)" in again.stderr
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
@@ -99,7 +113,7 @@ def test_train_then_refuse_then_generate(folder):
         "1",
     )
     one = llm_course(*words)
-    two = llm_course(*words)
+    two = here(*words)
     assert (
         one.returncode == 0
         and one.stdout.startswith("It was ")
@@ -109,12 +123,12 @@ def test_train_then_refuse_then_generate(folder):
 
     # generate needs the run's folder only, and of it neither text nor token files
     (run / "data").rename("elsewhere")
-    assert llm_course(*words).stdout == one.stdout
+    assert here(*words).stdout == one.stdout
 
 
 def test_the_saved_configuration_gives_the_same_run(folder):
-    assert llm_course("train", "--config", "small.yaml", "--run-dir", "a").returncode == 0
-    assert llm_course("train", "--config", "a/config.yaml", "--run-dir", "b").returncode == 0
+    assert main(["train", "--config", "small.yaml", "--run-dir", "a"]) == 0
+    assert main(["train", "--config", "a/config.yaml", "--run-dir", "b"]) == 0
     a, b = (read_metrics(Path(name, "metrics.jsonl")) for name in "ab")
     assert [row["loss"] for row in a] == [row["loss"] for row in b]
 
@@ -249,8 +263,6 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(folder, words, message, 
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("marked.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
     Path("short.txt").write_text("A short one.")
-    from llm_course.cli import main
-
     files = [] if "--data.files" in words else ["--data.files", "text.txt"]
     if words[:1] == ["--data.corpus"]:
         files = ["--data.files", "[]"]
@@ -264,14 +276,14 @@ def contents(folder: str) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def test_a_refused_resume_changes_nothing(folder):
+def test_a_refused_resume_changes_nothing(folder, here):
     words = ("train", "--config", "small.yaml", "--run-dir", "run")
-    assert llm_course(*words).returncode == 0
+    assert here(*words).returncode == 0
     before = contents("run")
-    wider = llm_course(*words, "--model.hidden_size", "64", "--training.max_steps", "20")
+    wider = here(*words, "--model.hidden_size", "64", "--training.max_steps", "20")
     assert wider.returncode == 2 and "model.hidden_size=32 there, 64 now" in wider.stderr
     Path("text.txt").write_text(TEXT + "And then some.", encoding="utf-8")
-    other = llm_course(*words, "--training.max_steps", "20")
+    other = here(*words, "--training.max_steps", "20")
     assert other.returncode == 2 and "corpus_sha256 was" in other.stderr
     assert contents("run") == before
 
@@ -295,16 +307,12 @@ def test_a_resume_takes_the_new_learning_rate(folder):
     assert engine.optimizer.param_groups[0]["lr"] < 1e-5 and engine.state.step == 4
 
 
-def test_a_run_is_read_back_whatever_the_environment_says(folder, monkeypatch):
-    assert llm_course("train", "--config", "small.yaml", "--run-dir", "run").returncode == 0
+def test_a_run_is_read_back_whatever_the_environment_says(folder, here, monkeypatch):
+    words = ("train", "--config", "small.yaml", "--run-dir", "run")
+    assert here(*words).returncode == 0
     monkeypatch.setenv("LLM_COURSE_MODEL__HIDDEN_SIZE", "64")
-    assert (
-        llm_course("generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2").returncode
-        == 0
-    )
-    resumed = llm_course(
-        "train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps", "20"
-    )
+    assert main(["generate", "--run", "run", "--prompt", "It", "--max-new-tokens", "2"]) == 0
+    resumed = here(*words, "--training.max_steps", "20")
     assert resumed.returncode == 2 and "model.hidden_size=32 there, 64 now" in resumed.stderr
 
 
@@ -420,8 +428,6 @@ def test_first_run_configuration_is_complete_and_valid():
 
 def test_the_same_text_under_another_name_is_the_same_data(folder):
     words = ["train", "--config", "small.yaml", "--run-dir", "run", "--training.max_steps"]
-    from llm_course.cli import main
-
     assert main([*words, "2", "--data.files", "text.txt"]) == 0
     assert main([*words, "3", "--data.files", "./text.txt", "--data.num_proc", "2"]) == 0
     Path("text.txt").write_text(TEXT + "One more line.")

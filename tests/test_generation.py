@@ -921,7 +921,7 @@ def test_speculation_refuses_what_it_cannot_do():
         (dict(max_new_tokens=17), "make 21 tokens, more than max_position_embeddings=20"),
         (dict(draft_model=build(vocab_size=41)), "vocab_size=41 and 40: they must share"),
         (dict(input_ids=torch.tensor(1)), r"expected \(1, T\)"),
-        (dict(repetition_penalty=1.2), "repetition_penalty=1.2 does not go with drafts"),
+        (dict(repetition_penalty=1.2), "repetition_penalty=1.2 can't be combined with drafts"),
     ):
         with pytest.raises(ValueError, match=message):
             list(

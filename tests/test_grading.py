@@ -1,8 +1,8 @@
 """No submission harms, cheats or ends the grading of others: the grader, and attacks on it.
 
-Every attack is run, one exercise goes through nbgrader with all kinds of files, and a right, a
-blank and a wrong copy of each of the twenty. Students' code runs in the best isolation that this
-machine has; what needs one is skipped where there is none.
+Every attack is run, one exercise goes through nbgrader with all kinds of files, and a right and a
+wrong copy of each of the twenty. Students' code runs in the best isolation that this machine has;
+what needs one is skipped where there is none.
 """
 
 import ast
@@ -53,9 +53,14 @@ def blank_of(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def run(name: str, replace: dict[str, str]) -> dict[str, str | None]:
-    """Run the blank exercise with some answers; the error of each test, None where it passed."""
+def run(name: str, replace: dict[str, str], task: str = "") -> dict[str, str | None]:
+    """Run the blank exercise, or one task of it, with some answers; the error of each cell, None
+    where there is none.
+    """
     notebook = blank_of(name)
+    if task:
+        tasks = {id(cell): grading.task_of(grading.grade_id(cell)) for cell in notebook.cells}
+        notebook.cells = [cell for cell in notebook.cells if tasks[id(cell)] in ("", task)]
     for cell in notebook.cells:
         cell.source = replace.get(grading.grade_id(cell), cell.source)
     grading.run_notebook(notebook, exercise_called(name), WAY)
@@ -66,13 +71,13 @@ def run(name: str, replace: dict[str, str]) -> dict[str, str | None]:
     return found
 
 
-def outcome(name: str, cell: str, code: str) -> tuple[list[str], str]:
+def outcome(name: str, cell: str, code: str, task: str = "") -> tuple[list[str], str]:
     """The tests that an attack passes, and everything that the grader says."""
     try:
-        found = run(name, {cell: code})
+        found = run(name, {cell: code}, task)
     except grading.NotGraded as error:
         return [], str(error)
-    tests = exercise_called(name).tests
+    tests = exercise_called(name).tests & found.keys()
     passed = [test for test in tests if found[test] is None]
     return passed, "\n".join(filter(None, found.values()))
 
@@ -85,7 +90,6 @@ def ids(table: list) -> list[str]:
 def short_cells(monkeypatch):
     monkeypatch.setattr(grading, "CELL_SECONDS", 6.0)
     monkeypatch.setattr(grading, "PATIENCE", 2.0)
-    monkeypatch.setattr(grading, "START_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("name, code, words", attacks.PLAIN, ids=ids(attacks.PLAIN))
@@ -99,14 +103,63 @@ def test_attack_earns_nothing(name, code, words, monkeypatch):
 
 @pytest.mark.parametrize("name, code, words", attacks.TORCH, ids=ids(attacks.TORCH))
 def test_attack_on_torch_earns_nothing(name, code, words):
-    passed, said = outcome("05_attention", "task7-alibi", code)
+    passed, said = outcome("05_attention", "task7-alibi", code, "task7")
     assert passed == [] and words in said
 
 
 @pytest.mark.parametrize("name, code, words", attacks.READY, ids=ids(attacks.READY))
 def test_ready_made_answer_earns_nothing(name, code, words):
-    passed, said = outcome("05_attention", "task2-mask", code)
+    passed, said = outcome("05_attention", "task2-mask", code, "task2")
     assert passed == [] and words in said
+
+
+@apart
+@pytest.mark.parametrize(
+    "name, exercise, cell, code, words", attacks.SHARED, ids=ids(attacks.SHARED)
+)
+def test_nothing_that_a_cell_did_meets_the_tests(name, exercise, cell, code, words):
+    """No hook, no thread and no process of a student's cell is there, nor can memory be read."""
+    passed, said = outcome(exercise, cell, code, cell.split("-")[0])
+    assert passed == [] and words in said
+    assert "BEGIN HIDDEN" not in said
+
+
+WAYS_TO_DEFINE = """
+import functools
+LIMIT = 2
+TABLE = {}
+for key in range(3):
+    TABLE[key] = (key, {float(key)}, b"x", 1j, None)
+least, most = min, functools.partial(max, default=None)
+def choose_pair(words, lengths, *, min_frequency=LIMIT, max_bytes=None):
+    assert TABLE[2] == (2, {2.0}, b"x", 1j, None) and Rules.limit == LIMIT
+    choose_pair.calls += 1
+    counts = Counter()
+    for symbols, frequency in words.items():
+        for pair in pairwise(symbols):
+            counts[pair] += frequency
+    room = math.inf if max_bytes is None else max_bytes
+    allowed = [(a, b) for (a, b), n in counts.items()
+               if n >= min_frequency and lengths[a] + lengths[b] <= room]
+    return least(allowed, key=lambda pair: (-counts[pair], pair), default=None)
+choose_pair.calls = 0
+class Rules:
+    pass
+Rules.limit = LIMIT
+print(choose_pair({(1, 2): 3}, [1] * 9))
+"""
+
+
+def test_what_a_cell_defines_is_there_for_the_tests():
+    """Functions, classes, what they carry, assignments, and plain data made in any way."""
+    passed, said = outcome("01_tokenization", "task2-choose", WAYS_TO_DEFINE, "task2")
+    assert passed == ["task2-choose-test"], said
+
+
+def test_what_is_not_defined_anew_is_named():
+    code = "for number in range(3):\n    def choose_pair(*rest, **more):\n        return None\n"
+    passed, said = outcome("01_tokenization", "task2-choose", code, "task2")
+    assert passed == [] and "`choose_pair` is made by a statement that the grader does not" in said
 
 
 def test_copied_answer_earns_nothing():
@@ -525,6 +578,60 @@ def test_similar_answers_are_listed():
     assert (pair.students, pair.cell, pair.share) == (("ann", "ben"), cell.name, 1)
 
 
+# ---------------------------------------------------------------- versions by seed
+
+VARIED = json.loads(exercises.VARIANTS.read_text(encoding="utf-8"))
+
+
+def answers_in(notebook: nbformat.NotebookNode) -> dict[str, str]:
+    return {grading.grade_id(c): c.source for c in notebook.cells if grading.is_answer(c)}
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_a_version_is_right_for_any_seed(name, tmp_path):
+    """Its solution passes the tests, hidden ones too; the stored version's answers don't."""
+    stored = nbformat.read(sources[name], as_version=4)
+    texts = [cell.source for cell in stored.cells]
+    for seed, words in enumerate(exercises.variants_of(name)[1:], 1):
+        assert {old: sum(old in text for text in texts) for old in words} == dict.fromkeys(words, 1)
+        source = tmp_path / f"{name}.ipynb"
+        nbformat.write(exercises.vary(sources[name], seed), source)
+        exercise = grading.Exercise(source)
+        own = exercise.own
+        changed = {n for n in own if own[n] != exercise_called(name).own[n]}
+        varied = nbformat.read(source, as_version=4)
+        [task] = {grading.task_of(cell) for cell in changed}
+        for given, works in ((answers_in(varied), True), (answers_in(stored), False)):
+            tried = nbformat.from_dict(varied)
+            tasks = {id(c): grading.task_of(grading.grade_id(c)) for c in tried.cells}
+            tried.cells = [cell for cell in tried.cells if tasks[id(cell)] in ("", task)]
+            for cell in tried.cells:
+                cell.source = given.get(grading.grade_id(cell), cell.source)
+            grading.run_notebook(tried, exercise, WAY)
+            errors = {
+                grading.grade_id(cell)
+                for cell in tried.cells
+                for output in cell.get("outputs", ())
+                if output.output_type == "error"
+            }
+            assert errors == (set() if works else changed), seed
+
+
+def test_a_seed_is_given_to_a_class(tmp_path):
+    """What students get has its numbers; who hands in another version is told."""
+    [path] = exercises.release(
+        [sources["04_normalization"]], tmp_path / "c", tmp_path / "e", seed=7
+    )
+    text = path.read_text(encoding="utf-8")
+    assert "| x | 9 | 1 | 5 | -3 | 3 |" in text and "| x | 1 | 9 |" not in text
+    [same] = exercises.release([sources["06_mlp"]], tmp_path / "c", tmp_path / "e", seed=7)
+    assert "variant" not in nbformat.read(same, as_version=4).metadata
+    released = nbformat.read(path, as_version=4)
+    with pytest.raises(grading.NotGraded, match="version 0 of the exercise, and you grade 1"):
+        grading.rebuild(released, nbformat.read(sources["04_normalization"], as_version=4))
+    assert len(grading.rebuild(released, released).cells) == len(released.cells)
+
+
 # ---------------------------------------------------------------- all twenty
 
 
@@ -535,27 +642,37 @@ def wrong_answers(name: str) -> dict[str, str]:
     return {answer.cell: answer.write(cells[answer.cell]) for answer in reversed(wrong)}
 
 
+@pytest.fixture(scope="module")
+def course(tmp_path_factory) -> Path:
+    """One gradebook for all: to make one takes longer than to write into it."""
+    return tmp_path_factory.mktemp("nbgrader") / "course"
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sources)
-def test_exercise_is_graded(name, tmp_path):
-    """Through nbgrader: the right copy has all points, the blank and the wrong ones have none."""
-    course = tmp_path / "course"
-    [handed_out] = exercises.release([sources[name]], course, tmp_path / "exercises")
-    wrong = nbformat.read(handed_out, as_version=4)
+def test_exercise_is_graded(name, course, tmp_path):
+    """Through nbgrader: the right copy has all points and a person's part waits, the wrong copy
+    has none. (A blank: `test_release_gives_nothing_away`, and the class of one exercise above.)
+    """
+    wrong = nbformat.read(sources[name], as_version=4)
     for cell in wrong.cells:
         cell.source = wrong_answers(name).get(grading.grade_id(cell), cell.source)
     texts = {
-        "blank": handed_out.read_text(encoding="utf-8"),
         "solved": sources[name].read_text(encoding="utf-8"),
         "wrong": nbformat.writes(wrong),
     }
     for student, text in texts.items():
         (tmp_path / "in" / student).mkdir(parents=True)
         (tmp_path / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
-    scores, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
+    found, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
     assert problems == []
-    corpus.check_scores(corpus.cells_of(name), [s for s in scores if s.student != "wrong"])
-    tests = {cell.name for cell in corpus.cells_of(name) if cell.kind == "test"}
-    earned = [s.cell for s in scores if s.student == "wrong" and s.cell in tests and s.score]
-    refuted = {cell.split("-test")[0] for cell in tests if cell not in earned}
+    scores = {(score.student, score.cell): score for score in found}
+    tests = [cell for cell in corpus.cells_of(name) if cell.kind == "test"]
+    waiting = [cell for cell in corpus.cells_of(name) if cell.kind == "manual"]
+    assert scores.keys() == {(who, cell.name) for who in texts for cell in tests + waiting}
+    assert [cell.name for cell in tests if scores["solved", cell.name].score != cell.points] == []
+    for cell in waiting:
+        solved = scores["solved", cell.name]
+        assert (solved.score, solved.points) == (None, cell.points)
+    refuted = {c.name.split("-test")[0] for c in tests if not scores["wrong", c.name].score}
     assert refuted == wrong_answers(name).keys()

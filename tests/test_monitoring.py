@@ -30,6 +30,7 @@ from llm_course.training.monitoring import (
     measure_step,
     peak_memory_bytes,
 )
+from llm_course.training.parallel import process_memory
 from llm_course.training.state import TrainState
 from llm_course.training.task import LanguageModelingTask
 
@@ -200,6 +201,45 @@ def test_the_memory_and_the_flops_are_those_of_the_configuration(
     assert cost.memory == training_memory(model, 4, 32, **options)
     assert cost.memory != training_memory(model, 8, 32, **options)
     assert cost.flops == flops_per_token(model, 32).training
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+def test_estimate_counts_what_the_fullest_of_several_processes_holds(capsys, monkeypatch, strategy):
+    monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
+    monkeypatch.setattr(
+        monitoring, "measure_step", lambda config, steps=3: StepCost(2.0, 0.001, 0.0, 0)
+    )
+    words = ["--distributed.strategy", strategy, "--training.max_steps", "4"]
+    words += ["--training.precision", "fp32", "--training.device", "cpu"]
+    assert estimate_command(words) == 0
+    alone = capsys.readouterr().out
+    assert "in tensors: weights" in alone and "processes" not in alone
+    assert estimate_command([*words, "--distributed.world_size", "2"]) == 0
+    together = capsys.readouterr().out
+    assert f"in tensors in the fullest of 2 processes ({strategy}): weights" in together
+    assert ("by one process with the whole model" in together) == (strategy != "ddp")
+    each = "each group of 2 processes" if strategy in ("tp", "pp") else "each of 2 processes"
+    assert f"rows of 256 in {each}" in together
+
+    config = Config(
+        model=ModelConfig(vocab_size=4096),
+        training=TrainingConfig(max_steps=4, precision="fp32", device="cpu"),
+        distributed=DistributedConfig(strategy=strategy, world_size=2),
+    )
+    cost = estimate_run(config)
+    parts = process_memory(config, 2)
+    assert cost.memory.total == max(part.total for part in parts)
+    whole = training_memory(config.model, config.training.batch_size, config.data.sequence_length)
+    assert (cost.memory.optimizer < whole.optimizer) == (strategy != "ddp")
+
+
+def test_estimate_refuses_what_does_not_divide():
+    config = Config(
+        model=ModelConfig(num_heads=4),
+        distributed=DistributedConfig(strategy="tp", world_size=3),
+    )
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of the 3 processes"):
+        estimate_run(config)  # before a text is read
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import torch
 from distributed_worker import MODEL
 
 from llm_course.model.decoder import DecoderModel
+from llm_course.model.estimate import training_memory
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import (
     Config,
+    DataConfig,
     DistributedConfig,
     LoggingConfig,
     ModelConfig,
@@ -21,13 +23,19 @@ from llm_course.training.config import (
     TrainingConfig,
 )
 from llm_course.training.distributed import launch
-from llm_course.training.parallel import check_division, layers_of
+from llm_course.training.parallel import (
+    check_division,
+    held_parameters,
+    layers_of,
+    process_memory,
+)
 from llm_course.training.shards import from_shards, read_shards, to_shards
 from llm_course.training.train import train_worker
 
 pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="gloo over Windows is not tried here"
 )
+VOCABULARY = 12  # two tokens of the synthetic task, and ten symbols
 GRADIENT = 1e-6  # of a step of gradient descent with rate 1
 TRAINED = 1e-4  # of eight steps of AdamW with rate 0.01, and its moments
 
@@ -98,7 +106,7 @@ def test_four_ranks_train_as_one_process(four_ranks, strategy):
     "mistake, bound", [("no sum", GRADIENT), ("untied", GRADIENT), ("own norm", TRAINED)]
 )
 def test_a_planted_mistake_is_found(two_ranks, mistake, bound):
-    assert two_ranks[mistake] > 10 * bound
+    assert two_ranks[mistake]["weights"] > 10 * bound
 
 
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
@@ -136,6 +144,79 @@ def test_each_process_holds_its_part(two_ranks):
     assert by_pipeline[0]["blocks"] == by_pipeline[1]["blocks"] == whole // 2
     # the tied table is in both, the last norm in the second
     assert by_pipeline[1]["others"] - by_pipeline[0]["others"] == 16
+
+
+def promised_bytes(strategy: str, model: dict, world_size: int) -> list[dict[str, int]]:
+    """The bytes of weights, gradients and moments that are expected of each process."""
+    size = 2 if "+" in strategy else None
+    config = DistributedConfig(strategy=strategy, model_parallel_size=size)
+    shape = ModelConfig(**(MODEL | model | dict(vocab_size=VOCABULARY)))
+    held = held_parameters(shape, config, world_size)
+    held *= world_size // len(held)
+    return [dict(weights=4 * n, gradients=4 * n, optimizer=8 * n) for n in held]
+
+
+@pytest.mark.parametrize("name", ["grouped", "old-fashioned"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
+def test_two_processes_hold_the_bytes_that_are_promised(two_ranks, strategy, name):
+    model = worker.GROUPED if name == "grouped" else worker.OLD_FASHIONED
+    assert two_ranks[f"{strategy} {name} bytes"] == promised_bytes(strategy, model, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp+tp", "fsdp+tp", "ddp+pp", "pp"])
+def test_four_processes_hold_the_bytes_that_are_promised(four_ranks, strategy):
+    model = worker.GROUPED | dict(num_layers=5)
+    assert four_ranks[f"{strategy} bytes"] == promised_bytes(strategy, model, 4)
+
+
+def memory_of(strategy: str, world_size: int, *, training: dict | None = None, **numbers: bool):
+    """What is promised of the processes of a small model."""
+    config = Config(
+        model=ModelConfig(vocab_size=512, hidden_size=64, num_layers=4, num_heads=4),
+        distributed=DistributedConfig(strategy=strategy, **numbers.pop("parts", {})),
+        training=TrainingConfig(**({"batch_size": 8} | (training or {}))),
+        data=DataConfig(sequence_length=64),
+    )
+    return config, process_memory(config, world_size, **numbers)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_memory_of_one_process_is_that_of_the_estimate(mixed):
+    config, [found] = memory_of("ddp", 4, mixed_precision=mixed)
+    assert found == training_memory(config.model, 8, 64, mixed_precision=mixed)
+    assert memory_of("tp", 1, mixed_precision=mixed)[1] == [found]
+    assert memory_of("pp", 1, mixed_precision=mixed, parts=dict(micro_batches=1))[1] == [found]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_stages_hold_together_what_one_process_holds(mixed):
+    """But for the tied table, which both ends hold."""
+    config, [whole] = memory_of("ddp", 1)
+    _, stages = memory_of("pp", 4)
+    table = 4 * 512 * 64
+    assert sum(stage.gradients for stage in stages) == whole.gradients + table
+    assert sum(stage.optimizer for stage in stages) == whole.optimizer + 2 * table
+    assert [stage.loss > 0 for stage in stages] == [False, False, False, True]
+    # 1F1B: a micro-batch less from stage to stage
+    kept = [stage.activations for stage in stages]
+    assert [size / kept[-1] for size in kept] == [4, 3, 2, 1]
+    with_copies = memory_of("pp", 4, mixed_precision=True)[1]
+    assert all(more.weights > less.weights for more, less in zip(with_copies, stages, strict=True))
+
+
+def test_shares_become_smaller_and_what_is_gathered_does_not():
+    sizes = [memory_of("fsdp", n)[1][0] for n in (1, 2, 4)]
+    assert [size.optimizer for size in sizes] == [sizes[0].optimizer // n for n in (1, 2, 4)]
+    gathered = [size.weights - size.optimizer // 2 for size in sizes]
+    assert len(set(gathered)) == 1 and gathered[0] > 4 * 512 * 64
+    twice = memory_of("fsdp", 2, training=dict(gradient_accumulation_steps=2))[1][0]
+    whole = sizes[0].optimizer // 2
+    assert twice.gradients == whole + whole // 2  # between micro-batches it is not shared yet
+
+
+def test_memory_of_what_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of the 3 processes"):
+        memory_of("tp", 3)
 
 
 def test_tensor_parallel_drops_alike_but_in_its_heads(two_ranks):

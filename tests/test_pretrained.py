@@ -620,7 +620,9 @@ def test_mixtral_without_a_theta(published, tmp_path):
 
 
 def test_rules_are_data_that_is_checked():
-    with pytest.raises(ValueError, match="change='turn' is none of same, transpose"):
+    with pytest.raises(
+        ValueError, match="change='turn' is unknown: choose one of 'same', 'transpose'"
+    ):
         rules({"a": "b"}, "turn")
     assert rules({"a": "b", "c.{w}": "d.{w} e.{w}"}) == (
         Rule(("a",), ("b",)),
@@ -904,7 +906,7 @@ REFUSED = {
         "gemma2",
         dict(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}),
     ),
-    "stand once": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "keep one of them": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
     "'rope_theta': 20000.0": ("llama", dict(rope_theta=2e4)),  # rope_parameters says 10000
     "'type': 'linear'": (
         "llama-3",
@@ -947,6 +949,32 @@ REFUSED = {
     "router_jitter_noise=0.1": ("mixtral", dict(router_jitter_noise=0.1)),
     "use_bidirectional_attention=True": ("gemma2", dict(use_bidirectional_attention=True)),
     "chunked_attention": ("gemma2", dict(layer_types=["chunked_attention"] * 3)),
+    "max_position_embeddings=None must be a whole number": (
+        "llama",
+        dict(max_position_embeddings=None, rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+    ),
+    "factor='2' must be finite and at least 1": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="dynamic", factor="2")),
+    ),
+    "original_max_position_embeddings=0 must be a whole number": (
+        "llama",
+        dict(rope_parameters=dict(rope_type="longrope", original_max_position_embeddings=0)),
+    ),
+    "hidden_act=['silu'] can't be used: expected the name": ("llama", dict(hidden_act=["silu"])),
+    "hidden_act=None can't be used": ("llama", dict(hidden_act=None)),
+    "no_rope_layers has 1 entries, and num_hidden_layers=5": ("smollm3", dict(no_rope_layers=[1])),
+    "no_rope_layers=5 can't be used": ("smollm3", dict(no_rope_layers=5)),
+    "sliding_window_pattern=0 must be": (
+        "gemma3",
+        dict(layer_types=None, sliding_window_pattern=0),
+    ),
+    "max_window_layers='3' must be": (
+        "qwen2-window",
+        dict(layer_types=None, max_window_layers="3"),
+    ),
+    "query_pre_attn_scalar='x' can't be used": ("gemma2", dict(query_pre_attn_scalar="x")),
+    "mlp_only_layers=1 can't be used": ("qwen3-moe", dict(mlp_only_layers=1)),
     "must have num_layers=3 entries": ("gemma2", dict(layer_types=["full_attention"] * 2)),
 }
 
@@ -958,6 +986,67 @@ def test_settings_are_refused_by_name(words, published):
     with pytest.raises(ValueError) as error:
         read_config({name: value for name, value in hf.items() if value is not ...})
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, [], 3, "llama"])
+def test_what_is_no_object_is_no_config(content):
+    with pytest.raises(ValueError, match="config.json holds a .*, expected an object"):
+        read_config(content)
+    with pytest.raises(ValueError, match="expected a ModelConfig"):
+        write_config(content)
+
+
+@pytest.mark.parametrize("name", [None, "", 5, b"folder"])
+def test_what_names_no_model_is_refused(name):
+    with pytest.raises(ValueError, match="names no model: give a folder"):
+        load_pretrained(name)
+
+
+def test_a_file_is_not_looked_for_on_the_hub(published, monkeypatch):
+    folder = published("llama")[1]
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ValueError, match="config.json' is a file: give the folder"):
+        load_pretrained(f"{folder.name}/config.json")
+
+
+def test_a_model_larger_than_its_files_is_never_built(published, tmp_path):
+    """A billion layers would take hours, on the meta device too."""
+    for variant, key in (("llama", "num_hidden_layers"), ("mixtral", "num_local_experts")):
+        folder = rewrite(published(variant)[1], tmp_path / variant)
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | {key: 10**9}))
+        with pytest.raises(ValueError, match="num_.*=1000000000 does not go with"):
+            load_pretrained(folder)
+
+
+def test_a_device_is_checked_before_a_file_is_read(published):
+    for device in ("abacus", "cuda:77", "meta", torch.device("meta")):
+        with pytest.raises(ValueError, match="^device='.*' (cannot be used|holds no numbers)"):
+            load_pretrained("no-such-folder", device=device)
+    assert load_pretrained(published("llama")[1], device="auto").config.num_layers == 3
+
+
+def test_what_cannot_be_written_is_refused_before_a_file_is_made(tmp_path):
+    with torch.device("meta"):
+        empty = tiny()
+    tokenizer = BPETokenizer.train(["a b c"] * 5, vocab_size=260)
+    template = "{{ messages }}"
+    for words, call in {
+        "must be a path": lambda: save_pretrained(tiny(), None),
+        "holds no numbers": lambda: save_pretrained(empty, tmp_path / "x"),
+        "has dtype torch.float8": lambda: save_pretrained(
+            tiny().to(torch.float8_e4m3fn), tmp_path / "x"
+        ),
+        "goes with a tokenizer": lambda: save_pretrained(
+            tiny(), tmp_path / "x", chat_template=template
+        ),
+        "must be a text": lambda: save_pretrained(
+            tiny(vocab_size=260), tmp_path / "x", tokenizer=tokenizer, chat_template={"a": 1}
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert list(tmp_path.iterdir()) == []
 
 
 HARMLESS = {
@@ -1435,7 +1524,9 @@ def test_the_first_family_that_fits_or_the_one_that_is_named(tmp_path):
     ):
         write_config(config, model_type="qwen3")
     for name in ("bert", "../../bert", ["llama"], ""):
-        with pytest.raises(ValueError, match="^model_type=.* is none of gpt2") as error:
+        with pytest.raises(
+            ValueError, match="^model_type=.* is unknown: choose one of 'gpt2'"
+        ) as error:
             save_pretrained(DecoderModel(config), tmp_path / "x", model_type=name)
         assert repr(name) in str(error.value) and list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="vocab_size=None: give"):
@@ -1531,7 +1622,7 @@ pretrained.save_pretrained(model, {str(tmp_path / "x")!r})
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
     assert not (tmp_path / "x").exists()
     [left] = tmp_path.iterdir()  # nobody was there to delete it
-    assert re.fullmatch(r"\.x\.\d+\.tmp", left.name)
+    assert re.fullmatch(r"\.x\.[0-9a-f]+\.tmp", left.name)
     assert save_pretrained(tiny(), tmp_path / "x").is_dir()  # and it is in nobody's way
 
 

@@ -1,7 +1,7 @@
 """What the pages of attention draw, and the small model's training that they watch."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ def text_of(ids: Tensor) -> str:
 
 
 def draw_meanings(before: Sequence[float], after: Mapping[str, Sequence[float]]) -> None:
-    """An arrow from one vector to each of those that it becomes, in the plane of two meanings."""
+    """An arrow from one vector to each vector that it becomes, in the plane of two meanings."""
     start = (float(before[0]), float(before[1]))
     plt.figure(figsize=(4, 3.4))
     plt.plot(*start, "o", color="tab:gray")
@@ -143,6 +143,18 @@ def pytorchs_layer(ours: MultiHeadAttention) -> nn.MultiheadAttention:
     return theirs
 
 
+def planted(mistake: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> type[MultiHeadAttention]:
+    """The layer with a mistake: `mistake` changes its queries, keys and values."""
+
+    class Wrong(MultiHeadAttention):
+        def project(
+            self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            return mistake(*super().project(x, position_embeddings))
+
+    return Wrong
+
+
 def llama_attention(**sizes: int) -> Any:
     """Hugging Face's attention layer of a fresh Llama."""
     from transformers import LlamaConfig
@@ -245,7 +257,7 @@ def loss_without(model: Any, heads: Sequence[tuple[int, int]] = ()) -> float:
 
 @torch.no_grad()
 def continue_text(model: Any, text: str, words: int) -> str:
-    """The most likely next word, so many times."""
+    """Append the most likely next word, `words` times; return what was appended."""
     ids = ids_of(text)
     for _ in range(words):
         ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
@@ -254,7 +266,7 @@ def continue_text(model: Any, text: str, words: int) -> str:
 
 @torch.no_grad()
 def share_right(model: Any) -> float:
-    """How many of ten words are right that continue a text of 14, of which 12 are new."""
+    """Continue texts of 14 words, whose last two repeat the first two: what share is right?"""
     generator = torch.Generator().manual_seed(2)
     ids, _ = repeated(200, generator, shortest=12, longest=12, T=24)
     text = ids[:, :14]
@@ -264,7 +276,7 @@ def share_right(model: Any) -> float:
 
 
 def show_losses(runs: Mapping[str, Training]) -> None:
-    """The loss of each run on the repeats, and of the first one where nothing can be predicted."""
+    """Each run's loss on the repeats, and the first run's loss where nothing can be predicted."""
     lines: dict[str, Sequence[float]] = {
         f"repeats, {name}": run.repeats for name, run in runs.items()
     }
@@ -276,7 +288,7 @@ def show_losses(runs: Mapping[str, Training]) -> None:
 
 
 def show_head(training: Training, step: int, layer: int, head: int, text: str) -> None:
-    """How far the loss had fallen at a step of the training, and where a head looked then."""
+    """How far the loss had fallen at a training step, and where a head looked at that point."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.6), width_ratios=[1, 1.3])
     left.plot(training.repeats, color="tab:gray", lw=1)
     left.plot(step, training.repeats[step], "o", color="tab:blue")
