@@ -24,7 +24,7 @@ from llm_course.training.task import RegressionTask
 
 Answer = Callable[..., Any]
 
-# ------------------------------------------------------------------------- 1, the gradient of a window
+# ---------------------------------------------------------------------- 1, the gradient of a window
 
 
 def check_window(window_gradient: Answer, counts: Any, hint: Any) -> None:
@@ -65,7 +65,7 @@ def task1_window(window_gradient: Answer) -> None:
     )
 
 
-# ------------------------------------------------------------------------- 2, the numbers of small runs
+# --------------------------------------------------------------------- 2, the numbers of small runs
 
 
 def gradient_of_means(*micro_batches: list[float]) -> float:
@@ -206,7 +206,7 @@ def task2_numbers(answers: dict[str, Any]) -> None:
         )
 
 
-# ------------------------------------------------------------------------- 3, an epoch that learns all the same
+# ------------------------------------------------------------- 3, an epoch that learns all the same
 
 
 def line_batches(counts: Any, seed: Any = 0) -> Any:
@@ -302,7 +302,8 @@ def task3_steps(train_epoch: Answer) -> None:
     check_epoch(
         train_epoch,
         [3, 3],
-        "two micro-batches of equal size, one step. The loss of a row is that of the whole window, the"
+        "two micro-batches of equal size, one step. The loss of a row is that of the whole window,"
+        " the"
         " gradient is divided once",
     )
 
@@ -313,7 +314,8 @@ def task3_steps(train_epoch: Answer) -> None:
     check_epoch(
         train_epoch,
         [3] * 6,
-        "the schedule moves once for each optimizer step, after it, and the row holds the rate that the"
+        "the schedule moves once for each optimizer step, after it, and the row holds the rate"
+        " that the"
         " step used",
         factor=lambda step: 1 / (1 + step),
     )
@@ -343,7 +345,8 @@ def task3_steps(train_epoch: Answer) -> None:
     check_epoch(
         train_epoch,
         [4, 4, 4, 4],
-        "clip once in a window: after the division, before the update, and not after each micro-batch",
+        "clip once in a window: after the division, before the update, and not after each"
+        " micro-batch",
         max_norm=0.7,
     )
 
@@ -479,7 +482,7 @@ def task3_trouble(train_epoch: Answer) -> None:
     _task3_trouble_2(train_epoch)
 
 
-# ------------------------------------------------------------------------- 4, a validation that runs on one machine
+# --------------------------------------------------------- 4, a validation that runs on one machine
 
 
 ROUNDED: dict[str, dict[float, str]] = {
@@ -735,7 +738,8 @@ def _task4_validate_1(validate: Answer) -> Any:
         model.eval()
         validated(validate, model, batches, Runtime())
         assert not model.training, (
-            "the model came in evaluation mode, and is in training mode afterwards: restore what you"
+            "the model came in evaluation mode, and is in training mode afterwards: restore what"
+            " you"
             " found"
         )
         batches = head_batches([1, 6])
@@ -769,11 +773,12 @@ def _task4_validate_2(validate: Answer) -> Any:
         try:
             validate(head().to("meta"), head_batches([2]), far_loss, Runtime())
         except Exception:
-            # the device "meta" has no numbers: what comes after the forward pass does not matter here
+            # the device "meta" has no numbers: what follows the forward pass doesn't matter here
             pass
         assert seen, "a model with all its parameters on another device was never asked for a loss"
         assert set(seen) == {"meta"}, (
-            f"the parameters are on the device meta, and the batch on {', '.join(sorted(set(seen)))}:"
+            "the parameters are on the device meta, and the batch on"
+            f" {', '.join(sorted(set(seen)))}:"
             " move all its tensors to the device of the parameters"
         )
 
@@ -791,7 +796,8 @@ def _task4_validate_3(validate: Answer) -> None:
             _, weights = validated(validate, wrapped := wrap(model), head_batches([2]), Runtime())
             names = sorted(model.state_dict())
             assert all(part.training for part in wrapped.modules()), (
-                f"{what}: it came in training mode, and a part of it is in evaluation mode afterwards:"
+                f"{what}: it came in training mode, and a part of it is in evaluation mode"
+                " afterwards:"
                 " give the mode back to the model that you got"
             )
             assert isinstance(weights, dict), (
@@ -819,15 +825,18 @@ def _task4_validate_4(validate: Answer) -> None:
             own = mean_of(head(), parts[0])
             found = [loss for loss, _ in results]
             assert not shares[1] or abs(found[0] - own) > 1e-4, (
-                f"the main process says {found[0]:.4f}, the loss of its own share: ask the runtime for"
+                f"the main process says {found[0]:.4f}, the loss of its own share: ask the runtime"
+                " for"
                 " the sum over all"
             )
             assert max(abs(number - right) for number in found) < 1e-4, (
-                f"the processes say {found[0]:.4f} and {found[1]:.4f}, and both should say {right:.4f}:"
+                f"the processes say {found[0]:.4f} and {found[1]:.4f}, and both should say"
+                f" {right:.4f}:"
                 " sum the losses, sum the targets, then divide"
             )
             assert results[1][1] is None, (
-                "the second process returns weights too: only the main process writes them, the others"
+                "the second process returns weights too: only the main process writes them, the"
+                " others"
                 " return None"
             )
             assert isinstance(results[0][1], dict), "the main process must return the weights"
@@ -841,7 +850,7 @@ def task4_validate(validate: Answer) -> None:
     _task4_validate_4(validate)
 
 
-# ------------------------------------------------------------------------- 5, a loss scaler
+# --------------------------------------------------------------------------------- 5, a loss scaler
 
 
 def _task5_gradients_1(Scaler: Any) -> None:
@@ -960,12 +969,14 @@ def _task5_scale_1(Scaler: Any) -> None:
         found = scales_of(Scaler(64.0, 4), pattern)
         right = pytorch_scales(pattern, 64.0, 4)
         assert found == right, (
-            f"two overflows and a finite step give the scales {found}, expected {right}: halve at each"
+            f"two overflows and a finite step give the scales {found}, expected {right}: halve at"
+            " each"
             " overflow"
         )
         found = scales_of(Scaler(1.0, 4), [False, False])
         assert found == [0.5, 0.25], (
-            f"two overflows at the scale 1 give the scales {found}, expected [0.5, 0.25]: it may fall"
+            f"two overflows at the scale 1 give the scales {found}, expected [0.5, 0.25]: it may"
+            " fall"
             " below 1"
         )
         pattern = [True, True, True, False, True, True, True, True, True]
@@ -1004,7 +1015,7 @@ def task5_scale(Scaler: Any) -> None:
     _task5_scale_1(Scaler)
 
 
-# ------------------------------------------------------------------------- 6, to resume exactly
+# ----------------------------------------------------------------------------- 6, to resume exactly
 
 
 def strange_in(value: Any, path: Any = "state") -> Any:
@@ -1163,7 +1174,7 @@ def task6_resume(Resumable: Any, TinyLoop: Any) -> None:
         print(f"saved after step 5 without {key!r}: the first loss that differs is that of {first}")
 
 
-# ------------------------------------------------------------------------- 7, averaged weights
+# ------------------------------------------------------------------------------ 7, averaged weights
 
 
 def weights_of(engine: Any) -> Any:
@@ -1301,11 +1312,13 @@ def _task7_average_1(AveragedWeights: Any) -> None:
         plain, plainly = plain_run()
         regression_engine([averaged := AveragedWeights(0.75), seen := Seen()], every=100).run()
         assert is_same(seen.rows[3], plainly.rows[3]), (
-            "the run has other weights than one without the callback: it must not change the training."
+            "the run has other weights than one without the callback: it must not change the"
+            " training."
             " Is the average a copy?"
         )
         assert is_same(seen.rows[4], plainly.rows[4]), (
-            "after a validation the model has other weights than in a run without the callback: give"
+            "after a validation the model has other weights than in a run without the callback:"
+            " give"
             " back its own, to the last bit"
         )
         assert averaged.average is not None, (
@@ -1317,7 +1330,8 @@ def _task7_average_1(AveragedWeights: Any) -> None:
         expect_weights(
             averaged.average,
             right[-1],
-            "with decay 0.75, after 4 steps, the average is not decay * average + (1 - decay) * weights"
+            "with decay 0.75, after 4 steps, the average is not decay * average + (1 - decay) *"
+            " weights"
             " after each step",
         )
 
@@ -1338,7 +1352,8 @@ def _task7_average_2(AveragedWeights: Any) -> None:
             " callback: give back its own, to the last bit"
         )
         assert is_same(behind.after_validation[0], seen.rows[2]), (
-            "the weights come back too late: a callback further down the list still meets the average"
+            "the weights come back too late: a callback further down the list still meets the"
+            " average"
             " in its on_validation_end"
         )
         expect_weights(
@@ -1357,7 +1372,8 @@ def _task7_average_3(AveragedWeights: Any) -> None:
                 "fail_in_validation",
                 2,
                 (
-                    "the first validation failed, and the model was left with the average: give back"
+                    "the first validation failed, and the model was left with the average: give"
+                    " back"
                     " its weights in on_exception"
                 ),
             ),
@@ -1365,7 +1381,8 @@ def _task7_average_3(AveragedWeights: Any) -> None:
                 "fail_in_step",
                 4,
                 (
-                    "a training step failed, and on_exception has changed the weights: only give back"
+                    "a training step failed, and on_exception has changed the weights: only give"
+                    " back"
                     " what was taken"
                 ),
             ),
@@ -1401,7 +1418,8 @@ def _task7_average_4(AveragedWeights: Any) -> None:
         second.setup(state)
         second.run()
         assert is_same(later.average, whole.average), (
-            "stopped after step 3 and resumed, the average ends elsewhere than in a run without a stop:"
+            "stopped after step 3 and resumed, the average ends elsewhere than in a run without a"
+            " stop:"
             " does on_train_start overwrite what was loaded?"
         )
 

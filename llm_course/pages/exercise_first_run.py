@@ -15,7 +15,7 @@ from llm_course.pages.checking import case, number, written
 
 Answer = Callable[..., Any]
 
-# ------------------------------------------------------------------------- 1, losses by hand
+# -------------------------------------------------------------------------------- 1, losses by hand
 
 
 def near(value: float, expected: float) -> bool:
@@ -108,7 +108,7 @@ def task1_losses(answers: dict[str, Any]) -> None:
         check_text(text, bits)
 
 
-# ------------------------------------------------------------------------- 2, bits per byte
+# --------------------------------------------------------------------------------- 2, bits per byte
 
 
 def bits_slips(expected: float, num_tokens: int, num_bytes: int) -> dict[float, str]:
@@ -197,7 +197,7 @@ def task2_bits(bits_per_byte: Answer) -> None:
     _task2_bits_3(bits_per_byte)
 
 
-# ------------------------------------------------------------------------- 3, an opponent made of counts
+# -------------------------------------------------------------------- 3, an opponent made of counts
 
 
 def check_table(table: Any, V: Any) -> None:
@@ -240,16 +240,19 @@ def task3_counts(bigram_probabilities: Answer) -> None:
             "the pair a -> c at the very end is missing: 8 ids hold 7 pairs"
         )
         assert six != [1, 4, 1], (
-            "this is the table on its side: the token that comes first is the row, the one after it the"
+            "this is the table on its side: the token that comes first is the row, the one after"
+            " it the"
             " column"
         )
         assert [round(x * 5 / 7, 3) for x in after_a] != [1, 2, 2], (
-            "after a, b and c get the same, although b came three times and c once: a pair that repeats"
+            "after a, b and c get the same, although b came three times and c once: a pair that"
+            " repeats"
             " must count each time (see hint 2)"
         )
         check_rows(table)
         assert after_a == [1, 4, 2], (
-            f"the row of a must be [1, 4, 2] / 7, and yours is {after_a} / 7: count neighbours only,"
+            f"the row of a must be [1, 4, 2] / 7, and yours is {after_a} / 7: count neighbours"
+            " only,"
             " each pair once, add 1 to every count, and divide by the sum"
         )
         after_b = [round(6 * x, 3) for x in table[1].tolist()]
@@ -319,7 +322,8 @@ def _task3_loss_1(bigram_loss: Answer) -> None:
         for wrong, message in mistakes.items():
             assert not math.isclose(loss, wrong, rel_tol=1e-5), message
         assert math.isclose(loss, right, rel_tol=1e-5), (
-            f"the loss is {loss:.4f}, expected {right:.4f}: the six true tokens have the probabilities"
+            f"the loss is {loss:.4f}, expected {right:.4f}: the six true tokens have the"
+            " probabilities"
             " 1/4, 1/8, 3/4, 1/4, 1/4, 3/4"
         )
 
@@ -328,7 +332,8 @@ def _task3_loss_2(bigram_loss: Answer) -> None:
     with case("Task 3, bigram_loss of a uniform table"):
         loss = number(bigram_loss(torch.full((50, 50), 1 / 50), torch.arange(50)), "the loss")
         assert abs(loss - math.log(50)) < 1e-4, (
-            f"a uniform table over 50 tokens must have the loss of a guess, ln 50 = {math.log(50):.4f},"
+            "a uniform table over 50 tokens must have the loss of a guess, ln 50 ="
+            f" {math.log(50):.4f},"
             f" and yours is {loss:.4f}"
         )
 
@@ -339,7 +344,7 @@ def task3_loss(bigram_loss: Answer) -> None:
     _task3_loss_2(bigram_loss)
 
 
-# ------------------------------------------------------------------------- 4, a loop that lies
+# ------------------------------------------------------------------------------ 4, a loop that lies
 
 
 def tiny_model(initializer_range: Any = 0.02) -> Any:
@@ -440,11 +445,13 @@ def task4_targets(mended_fit: Answer) -> Any:
         gains = {name: after[name] - before[name] for name in places}
         learned = max(gains, key=lambda name: gains[name])
         assert any(gains.values()), (
-            "one step has changed nothing in the model: is there a gradient when optimizer.step() is"
+            "one step has changed nothing in the model: is there a gradient when optimizer.step()"
+            " is"
             " called?"
         )
         assert learned == "the next token", (
-            f"after one step the model believes more in {learned}: which columns of the batch are the"
+            f"after one step the model believes more in {learned}: which columns of the batch are"
+            " the"
             " inputs, and which the targets?"
         )
         print("Task 4, the targets: every test in this cell passed")
@@ -458,17 +465,20 @@ def task4_gradients(mended_fit: Answer) -> None:
             f"three batches must make three optimizer steps, but there were {len(lengths)}"
         )
         assert max(lengths) > 0, (
-            "the gradient is empty when optimizer.step() is called: clear the old one before backward,"
+            "the gradient is empty when optimizer.step() is called: clear the old one before"
+            " backward,"
             " not after it"
         )
         times = [round(x / max(lengths[0], 1e-9), 2) for x in lengths]
         assert max(times) < 1.5, (
             "the same batch three times and weights held still must give three equal gradients, but"
-            f" their lengths are {times} times the first: backward adds to what is there. Who clears"
+            f" their lengths are {times} times the first: backward adds to what is there. Who"
+            " clears"
             " it, in every step?"
         )
         assert times == [1, 1, 1], (
-            f"the gradients differ although learning_rate=0 was passed (their lengths are {times} times"
+            f"the gradients differ although learning_rate=0 was passed (their lengths are {times}"
+            " times"
             " the first): do the weights move? Does the optimizer get learning_rate?"
         )
         print("Task 4, the gradients: every test in this cell passed")
@@ -562,12 +572,13 @@ def task4_whole_loop(mended_fit: Answer) -> None:
             " does the model see what it must predict?"
         )
         assert val_loss < 1.0, (
-            f"the validation loss is {val_loss:.2f} after 40 steps; the right loop comes below 1.0. If"
+            f"the validation loss is {val_loss:.2f} after 40 steps; the right loop comes below"
+            " 1.0. If"
             " the three tests above pass, what else have you changed?"
         )
 
 
-# ------------------------------------------------------------------------- 5, the log
+# --------------------------------------------------------------------------------------- 5, the log
 
 
 def make_run(train: Any, val: Any) -> Any:
@@ -611,10 +622,12 @@ def _task5_best_step_1(best_step: Answer) -> None:
     with case("Task 5, best_step of run A"):
         found = best_step(example_runs()["A"])
         assert found is not None, (
-            "best_step returns None, but ten rows have a validation loss: does it return its result?"
+            "best_step returns None, but ten rows have a validation loss: does it return its"
+            " result?"
         )
         assert found != 100, (
-            "100 has the lowest training loss, or is the last step; the lowest validation loss comes"
+            "100 has the lowest training loss, or is the last step; the lowest validation loss"
+            " comes"
             " earlier"
         )
         assert found not in (
@@ -633,18 +646,21 @@ def _task5_best_step_2(best_step: Answer) -> None:
     with case("Task 5, best_step of a few rows"):
         rows = make_log(None, 4.0, 3.0, None, 2.5, 2.75)
         assert best_step(rows) == 50, (
-            "the validation losses are 4.0, 3.0, 2.5 and 2.75 at the steps 20, 30, 50 and 60, so the"
+            "the validation losses are 4.0, 3.0, 2.5 and 2.75 at the steps 20, 30, 50 and 60, so"
+            " the"
             f" best is 50, not {best_step(rows)}"
         )
         assert best_step(make_log(4.0, 3.0, 3.5, 3.0)) == 20, (
             "steps 20 and 40 are equally good: take the earlier one"
         )
         assert best_step(make_log(4.0, 3.0, 3.25, 2.5)) == 40, (
-            "3.0 is followed by 3.25, but then by 2.5: a validation loss may rise and fall again, so"
+            "3.0 is followed by 3.25, but then by 2.5: a validation loss may rise and fall again,"
+            " so"
             " look at all of them"
         )
         assert best_step(make_log(math.nan, 4.0, 3.0)) == 30, (
-            "the first validation loss is NaN, and 3.0 at step 30 is the lowest: a NaN is never the "
+            "the first validation loss is NaN, and 3.0 at step 30 is the lowest: a NaN is never"
+            " the "
             "best"
         )
 
@@ -670,13 +686,15 @@ def _task5_overfits_1(overfits: Answer) -> None:
             overfits,
             example_runs()["A"],
             True,
-            "in run A the validation loss rises from step 40 on, and the training loss goes on falling",
+            "in run A the validation loss rises from step 40 on, and the training loss goes on"
+            " falling",
         )
         check_overfits(
             overfits,
             example_runs()["B"],
             False,
-            "in run B the training loss rises together with the validation loss; that is not learning"
+            "in run B the training loss rises together with the validation loss; that is not"
+            " learning"
             " by heart",
         )
         check_overfits(
@@ -690,7 +708,8 @@ def _task5_overfits_2(overfits: Answer) -> None:
             overfits,
             make_log(3.9, 3.8, 3.7, train=(3.0, 1.5, 0.5)),
             False,
-            "the validation loss still falls, so every step made the model better, however large the"
+            "the validation loss still falls, so every step made the model better, however large"
+            " the"
             " gap to the training loss is",
         )
         check_overfits(
@@ -738,13 +757,15 @@ def _task5_overfits_3(overfits: Answer) -> None:
             overfits,
             make_log(4.0, 3.0, 4.0, train=(3.0, 2.0, 2.5)),
             False,
-            "since the best step the training loss has risen, though it is lower than at the beginning",
+            "since the best step the training loss has risen, though it is lower than at the"
+            " beginning",
         )
         check_overfits(
             overfits,
             make_log(3.0, 4.0, 4.0, None, train=(2.0, 2.5, 2.4, 1.0)),
             False,
-            "between the two measured rows the training loss has risen; the fall comes in a row that"
+            "between the two measured rows the training loss has risen; the fall comes in a row"
+            " that"
             " was not measured",
         )
         check_overfits(
@@ -758,7 +779,8 @@ def _task5_overfits_3(overfits: Answer) -> None:
             overfits,
             make_log(4.0, 3.0, 3.5, train=(1.0, 2.0, 1.5)),
             True,
-            "since the best step the training loss has fallen, from 2.0 to 1.5; that it was 1.0 before"
+            "since the best step the training loss has fallen, from 2.0 to 1.5; that it was 1.0"
+            " before"
             " does not matter",
         )
         check_overfits(
@@ -771,14 +793,16 @@ def _task5_overfits_3(overfits: Answer) -> None:
             overfits,
             make_log(8.0, 8.5),
             True,
-            "8.0 to 8.5 is a rise of 0.5 nats, more than the margin: 0.1 is absolute, not a tenth of"
+            "8.0 to 8.5 is a rise of 0.5 nats, more than the margin: 0.1 is absolute, not a tenth"
+            " of"
             " the loss",
         )
         check_overfits(
             overfits,
             make_log(0.5, 0.58),
             False,
-            "0.50 to 0.58 is a rise of 0.08 nats, within the margin: 0.1 is absolute, not a tenth of"
+            "0.50 to 0.58 is a rise of 0.08 nats, within the margin: 0.1 is absolute, not a tenth"
+            " of"
             " the loss",
         )
 
@@ -790,7 +814,7 @@ def task5_overfits(overfits: Answer) -> None:
     _task5_overfits_3(overfits)
 
 
-# ------------------------------------------------------------------------- 6, temperature
+# ----------------------------------------------------------------------------------- 6, temperature
 
 
 def check_probabilities(
@@ -845,7 +869,8 @@ def _task6_temperature_2(next_token_probabilities: Answer) -> None:
             three,
             0.5,
             [1 / 30, 4 / 30, 25 / 30],
-            "at temperature 1/2 the logits double, so expected 1/30, 4/30 and 25/30; a low temperature"
+            "at temperature 1/2 the logits double, so expected 1/30, 4/30 and 25/30; a low"
+            " temperature"
             " sharpens. Do you divide the logits, before the softmax?",
         )
         check_probabilities(
@@ -876,7 +901,8 @@ def _task6_temperature_4(next_token_probabilities: Answer) -> None:
             three,
             0,
             [0.0, 0.0, 1.0],
-            "temperature 0 puts everything on the largest logit; nothing can be divided by 0, so treat"
+            "temperature 0 puts everything on the largest logit; nothing can be divided by 0, so"
+            " treat"
             " it apart",
         )
         check_probabilities(
