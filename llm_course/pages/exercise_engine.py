@@ -218,7 +218,8 @@ def line_batches(counts: Any, seed: Any = 0) -> Any:
 
 def epoch_by_hand(model: Any, batches: Any, size: Any, max_norm: Any, factor: Any) -> Any:
     """What PyTorch does when each window is one batch: the trained model and the rows."""
-    model, rows = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    rows: list[Any] = []
     for start in range(0, len(batches), size):
         x, y, use = (
             torch.cat([batch[name] for batch in batches[start : start + size]])
