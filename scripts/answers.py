@@ -740,6 +740,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
+    os.close(nothing)
     start = json.loads(orders.readline())
     limit(start["apart"])
     keep_apart()

@@ -44,7 +44,6 @@ WHOLE = {
     "ByteBPETokenizer",
     "BPETokenizer",
     "TokenFile",
-    "HeadProjections",
     "MoE",
     "DecoderModel",
     "Muon",
