@@ -217,9 +217,8 @@ class BaseTokenizer(SavedAsJSON):
         """
         special = self._names if allow_special else _NO_NAMES
         ids: list[int] = []
-        for index, piece in enumerate(
-            special.split(valid_text(text))
-        ):  # ordinary, name, ordinary, ...
+        # ordinary, name, ordinary, ...
+        for index, piece in enumerate(special.split(valid_text(text))):
             ids += [self.special_tokens[piece]] if index % 2 else self._encode_ordinary(piece)
         return ids
 
