@@ -488,9 +488,14 @@ def mixtral_block(C: int, inner: int, num_experts: int, top_k: int) -> tuple[Any
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     logging.set_verbosity_error()  # it warns about a layer without its model
-    sizes = {"hidden_size": C, "intermediate_size": inner, "num_attention_heads": 1}
-    experts = {"num_local_experts": num_experts, "num_experts_per_tok": top_k}
-    theirs = MixtralSparseMoeBlock(MixtralConfig(**sizes, **experts))
+    sizes: dict[str, Any] = {
+        "hidden_size": C,
+        "intermediate_size": inner,
+        "num_attention_heads": 1,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": top_k,
+    }
+    theirs = MixtralSparseMoeBlock(MixtralConfig(**sizes))
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.5)
     state = theirs.state_dict()

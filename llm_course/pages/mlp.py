@@ -176,7 +176,10 @@ def llama_mlp(hidden_size: int, intermediate_size: int) -> Any:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+    }
     return LlamaMLP(LlamaConfig(**sizes, num_attention_heads=1))
 
 
@@ -219,7 +222,7 @@ def read_neuron(layer: int, neuron: int, texts: int = 5) -> None:
     gate = mlp.gate_proj.weight[neuron]
     up = mlp.up_proj.weight[neuron]
     strength = F.silu(seen[layer] @ gate) * (seen[layer] @ up)  # (N,)
-    words = {}
+    words: dict[str, None] = {}
     for place in strength.argsort(descending=True).tolist():
         before = tokenizer.decode(ids[max(place - 4, 0) : place + 1].tolist())
         if place % 256 > 4:  # else the model has read too little of the text
