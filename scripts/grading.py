@@ -369,6 +369,30 @@ def imported_modules(source: str) -> set[str]:
     return found
 
 
+def imported_names(source: str) -> set[str]:
+    """What a cell imports from modules; some of it are modules too."""
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module]
+    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def checkers_in(sources: list[str]) -> dict[str, str]:
+    """The functions of the checkers' modules that an exercise imports, by name."""
+    found = {}
+    for name in set(re.findall(r"\bexercise_\w+", "\n".join(sources))):
+        path = isolation.ROOT / "llm_course" / "pages" / f"{name}.py"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+        found |= {function.name: ast.unparse(function.body) for function in functions}
+    return found
+
+
+def refuses(source: str, checkers: dict[str, str]) -> bool:
+    """Whether a test forbids functions, by itself or in a checker that it calls."""
+    called = {name for name in checkers if re.search(rf"\b{name}\b", source)}
+    rest = {name: text for name, text in checkers.items() if name not in called}
+    return "forbid(" in source or any(refuses(checkers[name], rest) for name in called)
+
+
 class Exercise:
     """What the grader knows of an exercise, from the version with solutions."""
 
@@ -380,10 +404,11 @@ class Exercise:
         self.tests = {grade_id(cell) for cell in code if cell.metadata.nbgrader.grade}
         self.asked = set().union(*map(bound_names, answers.values()))
         self.opened = set().union(*map(imported_modules, self.own.values()))
-        self.warm = set(self.opened)
+        self.warm = self.opened.union(*map(imported_names, self.own.values()))
         if any(re.search(r"\boptim\b|\boptimizer", source) for source in self.own.values()):
             self.warm.add("torch._dynamo")  # what PyTorch imports for its first optimizer
-        refusing = {name.split("-test")[0] for name in self.tests if "forbid(" in self.own[name]}
+        checkers = checkers_in(list(self.own.values()))
+        refusing = {n.split("-test")[0] for n in self.tests if refuses(self.own[n], checkers)}
         self.write_it = refusing & answers.keys()
 
     def step(self, cell: NotebookNode, index: int) -> dict:

@@ -100,6 +100,8 @@ PLAIN = [
     ("another module's name", "__name__ = 'torch'", "`__name__`"),
     ("a format that looks", "raise ValueError('{0.__glo' 'bals__}'.format(case))", "a format"),
     ("a format that looks, 2", "str.format('{0.__globals__}', case)", "a format"),
+    ("a checker", "from llm_course.pages.exercise_first_run import near", "llm_course.pages"),
+    ("a checker, 2", "import llm_course.files\nllm_course.pages", "llm_course.pages"),
     ("a metaclass", "class A(metaclass=Counter):\n    pass", "metaclass"),
     ("our own guard", "_guard_write = lambda x: x", "_guard_write"),
     ("attrgetter", "from operator import attrgetter", "attrgetter"),
@@ -139,34 +141,46 @@ TORCH = [
         ALIBI.replace("return", "torch.allclose = len\n    return"),
         "did not make",
     ),
-    ("a method patched", "Tensor.isnan = None\n" + ALIBI, "did not make"),
-    ("a tensor of one's own", "class Mine(Tensor):\n    pass\n", "extends a type of values"),
+    ("a method patched", "torch.Tensor.isnan = None\n" + ALIBI, "did not make"),
+    ("a tensor of one's own", "class Mine(torch.Tensor):\n    pass\n", "extends a type of values"),
     ("a mode left on", "from torch.overrides import TorchFunctionMode\n", "closed to answers"),
     ("another kernel", "torch.library.Library('aten', 'IMPL')", "closed to answers"),
     ("text that runs", "import torch.utils.benchmark", "closed to answers"),
     ("C that runs", "torch.utils.cpp_extension.load_inline", "closed to answers"),
     ("a private part", "torch._C._disabled_torch_function_impl", "closed to answers"),
     ("a private part by another name", "t = torch\nt._C", "torch._C"),
-    ("compiled by torch", "t = torch\nt.jit.script(package.causal_mask)", "torch.jit"),
-    ("the exercise's tools", "Watch.operations = 0", "did not make"),
+    ("compiled by torch", "t = torch\nt.jit.script(MultiHeadAttention)", "torch.jit"),
+    ("the exercise's tools", "check.Watch.operations = 0", "did not make"),
 ]
 # Code for the cell of task 2 of exercise 05, which refuses the ready-made mask.
 READY = [
-    ("the package's function", "causal_mask = package.causal_mask", "ready-made"),
-    (
-        "the package's function, imported",
-        "from llm_course.model.masks import causal_mask",
-        "ready-made",
-    ),
     (
         "the package's function, called",
-        "def causal_mask(T, S=None):\n    return package.causal_mask(T, S)",
+        "from llm_course.model.masks import causal_mask\n"
+        "def prefix_mask(T, S, P):\n    return causal_mask(T, S)",
         "ready-made",
     ),
     (
-        "the package's function, by vmap",
-        "from functools import partial\ncausal_mask = partial(package.causal_mask)",
+        "the package's function, by another name",
+        "from llm_course.model import masks\nprefix_mask = lambda T, S, P: masks.causal_mask(T, S)",
         "ready-made",
+    ),
+    (
+        "the package's function, by partial",
+        "from functools import partial\nfrom llm_course.model.masks import causal_mask\n"
+        "mask = partial(causal_mask)\ndef prefix_mask(T, S, P):\n    return mask(T, S)",
+        "ready-made",
+    ),
+    ("the checker patched", "check.check_prefix_mask = len\n", "did not make"),
+    (
+        "the checker patched in a call",
+        "def prefix_mask(T, S, P):\n    check.case = check.forbid\n",
+        "did not make",
+    ),
+    (
+        "the checker under its name",
+        "class check:\n    check_prefix_mask = print\nprefix_mask = 1\n",
+        "Task 2",
     ),
 ]
 
@@ -226,7 +240,7 @@ SHARED = [
         "05_attention",
         "task4-mend",
         HOOKS + f"hooks.register_module_forward_hook({ZERO})\n" + BROKEN,
-        "an output has the shape",
+        "",
     ),
     (
         "a hook on what every module is given",

@@ -147,7 +147,7 @@ def open_notebook(page, lab: dict, path: str, theme: str = THEMES[0]) -> None:
 def change_theme(page, theme: str) -> None:
     change = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
     page.evaluate(change, theme)
-    page.wait_for_selector(f"body[data-jp-theme-name='{theme}']")
+    page.wait_for_selector(f"body[data-jp-theme-name='{theme}']", state="attached")
 
 
 def wait_until_idle(page, seconds: float = 60) -> None:
@@ -367,6 +367,9 @@ def check_controls(page) -> int:
     for index in range(page.evaluate(f"() => {CURRENT}.content.widgets.length")):
         page.evaluate(f"i => {CURRENT}.content.scrollToItem(i)", index)
         cell = page.locator(f".jp-Cell[data-windowed-list-index='{index}']")
+        source = page.evaluate(f"i => {CURRENT}.content.widgets[i].model.sharedModel.source", index)
+        if re.search(r"(?m)^play\(|^@interact", source):
+            cell.locator(CONTROLS).first.wait_for()
         for control in cell.locator(CONTROLS).all():
             shown = "node => [...node.querySelectorAll('img, pre, .jp-RenderedHTMLCommon')]"
             shown += ".map(part => part.src || part.innerText).join()"

@@ -71,8 +71,24 @@ def run(name: str, replace: dict[str, str], task: str = "") -> dict[str, str | N
     return found
 
 
+def refusal(name: str, code: str) -> str:
+    """Why the rules refuse an answer before it runs; empty where they don't."""
+    session = answers.Session([], sorted(exercise_called(name).opened))
+    try:
+        answers.Rules(session.opened).visit(ast.parse(answers.without_magics(code)))
+    except answers.Refused as error:
+        return str(error)
+    except (SyntaxError, MemoryError, RecursionError):  # no Python, or too deep
+        pass
+    return ""
+
+
 def outcome(name: str, cell: str, code: str, task: str = "") -> tuple[list[str], str]:
-    """The tests that an attack passes, and everything that the grader says."""
+    """The tests that an attack passes, and everything that the grader says. What the rules refuse
+    needs no process: `test_what_the_rules_refuse_does_not_run`.
+    """
+    if said := refusal(name, code):
+        return [], said
     try:
         found = run(name, {cell: code}, task)
     except grading.NotGraded as error:
@@ -99,6 +115,15 @@ def test_attack_earns_nothing(name, code, words, monkeypatch):
     assert passed == []
     assert words in said
     assert "\x1b" not in said
+
+
+def test_what_the_rules_refuse_does_not_run():
+    """A right answer passes, and earns nothing with one refused word below it."""
+    [cell] = [c for c in corpus.cells_of("01_tokenization") if c.name == "task2-choose"]
+    found = run("01_tokenization", {cell.name: cell.source}, cell.task)
+    assert found[f"{cell.name}-test"] is None
+    found = run("01_tokenization", {cell.name: f"{cell.source}\nimport socket"}, cell.task)
+    assert "`socket` is closed" in found[cell.name] and found[f"{cell.name}-test"]
 
 
 @pytest.mark.parametrize("name, code, words", attacks.TORCH, ids=ids(attacks.TORCH))
@@ -166,13 +191,13 @@ def test_copied_answer_earns_nothing():
     """The package's encoder under other names, without its docstring, is still the package's."""
     [cell] = [c for c in corpus.cells_of("01_tokenization") if c.name == "task3-encode"]
     [wanted] = [n for n in ast.parse(cell.source).body if isinstance(n, ast.FunctionDef)]
-    text = (ROOT / "llm_course/text/bpe.py").read_text(encoding="utf-8")
+    text = (ROOT / "llm_course/text/merging.py").read_text(encoding="utf-8")
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
-    [copied] = [node for node in functions if node.name == "apply_merges"]
+    [copied] = [node for node in functions if node.name == "merge_by_rank"]
     copied.name = wanted.name
     code = re.sub(r"\bsymbols\b", "mine", ast.unparse(copied))
     passed, said = outcome("01_tokenization", "task3-encode", code)
-    assert passed == [] and "is the package's own `apply_merges`" in said
+    assert passed == [] and "is the package's own `merge_by_rank`" in said
 
 
 @pytest.mark.parametrize("name, code, words", attacks.ENDING, ids=ids(attacks.ENDING))

@@ -44,12 +44,8 @@ WHOLE = {
     "ByteBPETokenizer",
     "BPETokenizer",
     "TokenFile",
-    "HeadProjections",
-    "MoE",
     "DecoderModel",
     "Muon",
-    "StepEngine",
-    "TrainingEngine",
     "Pipeline",
 }
 WHOLE_LINES = 65

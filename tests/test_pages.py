@@ -147,3 +147,15 @@ def test_a_stored_page_keeps_the_picture_alone():
     stored = without_widgets(notebook)
     assert stored.cells[0].outputs[0]["data"] == {"image/png": "AA"}
     assert "widgets" not in stored.metadata
+
+
+# ------------------------------------------------------------------------------------ descriptions
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_picture_is_described(path):
+    """`#| fig-alt: ...` in its cell; JupyterLab and the site give it to the picture."""
+    cells = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    drawn = [c for c in cells if any("image/png" in o.get("data", {}) for o in c.outputs)]
+    described = re.compile(r"(?m)^#\|\s*fig-alt: .{20,}$")
+    assert [cell.source for cell in drawn if not described.search(cell.source)] == []

@@ -9,7 +9,6 @@ __all__ = ['scaled_dot_product_attention', 'KeyValueCache', 'MultiHeadAttention'
 from functools import partial
 from typing import Protocol, Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -102,10 +101,10 @@ class KeyValueCache(Protocol):
 class MultiHeadAttention(AttentionBase):
     """Causal self-attention with H query heads and K key/value heads: (B, T, C) to (B, T, C).
 
-    `position_embeddings` is (cos, sin), each (1 or B, T, D), from `RotaryEmbedding`. `mask` is bool,
-    broadcastable to (B, H, T, S), True = may attend; it can only hide more. `cache.update` gets the
-    rotated keys, under `layer_index`. Options and errors are those of `AttentionBase` and its
-    parents. Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads).
+    `position_embeddings` is (cos, sin), each (1 or B, T, D), from `RotaryEmbedding`. `mask` is
+    bool, broadcastable to (B, H, T, S), True = may attend; it can only hide more. `cache.update`
+    gets the rotated keys, under `layer_index`. Options and errors are those of `AttentionBase` and
+    its parents. Source: Vaswani et al. 2017, section 3.2; Ainslie et al. 2023 (grouped heads).
     """
 
     def __init__(

@@ -252,7 +252,8 @@ class AttentionBase(RotatedHeads):
 
     def add_window(self, mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
         """The mask combined with the window, and whether the causal rule must still be added."""
-        T, S = q.shape[2], k.shape[2]
+        T = q.shape[2]
+        S = k.shape[2]
         if self.sliding_window is None or S <= self.sliding_window:
             return mask, True
         window = causal_mask(T, S, sliding_window=self.sliding_window, device=q.device)

@@ -143,8 +143,8 @@ def generate_speculatively(
     _check_models(model, draft_model, end)
     if (penalty := filters.get("repetition_penalty", 1.0)) != 1.0:
         raise ValueError(
-            f"repetition_penalty={penalty} can't be combined with drafts: each draft changes the tokens"
-            " that were seen"
+            f"repetition_penalty={penalty} can't be combined with drafts: each draft changes the"
+            " tokens that were seen"
         )
     check_sampling(temperature=temperature, **filters)
     options = dict(temperature=temperature, **filters)

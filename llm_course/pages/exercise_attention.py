@@ -138,7 +138,8 @@ def check_by_hand(answers: Answers) -> None:
             " numbers: type 0 where the query may not look"
         )
         assert len({len(row) for row in outputs}) == 1, (
-            f"outputs has rows of {[len(row) for row in outputs]} numbers; each row needs two numbers"
+            f"outputs has rows of {[len(row) for row in outputs]} numbers; each row needs two"
+            " numbers"
         )
         numbers = torch.tensor(weights, dtype=torch.float64)
         mixed = torch.tensor(outputs, dtype=torch.float64)
@@ -150,7 +151,8 @@ def check_by_hand(answers: Answers) -> None:
 def _check_table(numbers: Tensor, mixed: Tensor) -> None:
     """Shapes, no weight on the future, and rows that sum to 1."""
     assert numbers.shape == (3, 3), (
-        f"weights has the shape {tuple(numbers.shape)}: three queries, and three keys for each, make"
+        f"weights has the shape {tuple(numbers.shape)}: three queries, and three keys for each,"
+        " make"
         " (3, 3)"
     )
     assert mixed.shape == (3, 2), (
@@ -282,7 +284,8 @@ def _check_causal(plain: Tensor) -> None:
                 " True where it hides, or one step off?"
             )
             assert seen or s != t, (
-                f"no prefix: row {t} can't see itself: `<` in place of `<=`, or True where it hides?"
+                f"no prefix: row {t} can't see itself: `<` in place of `<=`, or True where it"
+                " hides?"
             )
             assert seen or s > t, (
                 f"no prefix: row {t} can't see token {s}: a query reads itself and every token"
@@ -309,10 +312,12 @@ def check_trap(answers: Answers) -> None:
         ours = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_mask(3, 7))[0]
         flag = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0]
         assert list(reads_with_our_mask) == (ours > 0).sum(1).tolist(), (
-            "reads_with_our_mask: which positions do the three queries have? Count the keys up to there"
+            "reads_with_our_mask: which positions do the three queries have? Count the keys up to"
+            " there"
         )
         assert list(reads_with_pytorch_flag) == (flag > 0).sum(1).tolist(), (
-            "reads_with_pytorch_flag: this flag puts the first query on the first key; what can it read"
+            "reads_with_pytorch_flag: this flag puts the first query on the first key; what can it"
+            " read"
             " there?"
         )
 
@@ -366,7 +371,8 @@ def _check_heads(yours: Attend) -> None:
         expect(
             yours(q, k, v),
             oracle(q, k, v),
-            "even one head differs from PyTorch: is the scale 1 over the root of D, and is the softmax"
+            "even one head differs from PyTorch: is the scale 1 over the root of D, and is the"
+            " softmax"
             " over the keys?",
         )
     with case("Task 3, as many key/value heads as query heads"):
@@ -392,7 +398,8 @@ def _check_heads(yours: Attend) -> None:
         expect(
             yours(q, k, v),
             oracle(q, k, v),
-            "the values come from the right heads, so look at the keys: are the queries folded in the"
+            "the values come from the right heads, so look at the keys: are the queries folded in"
+            " the"
             " same order?",
         )
     with case("Task 3, with a causal mask"):
@@ -401,8 +408,8 @@ def _check_heads(yours: Attend) -> None:
         expect(
             yours(q, k, v, mask=mask),
             oracle(q, k, v, mask),
-            'give the scores the shape (B, H, T, S) before you mask: is True "may attend", and hidden'
-            " -inf?",
+            'give the scores the shape (B, H, T, S) before you mask: is True "may attend", and'
+            " hidden -inf?",
         )
 
 
@@ -415,7 +422,8 @@ def _check_frugal(yours: Attend) -> None:
                 yours(*inputs(2, H, K, 3, 5, 8))
             counts.append(watch.operations)
         assert counts[0] == counts[1], (
-            f"{counts[0]} operations for 4 heads but {counts[1]} for 32: is there a loop over heads?"
+            f"{counts[0]} operations for 4 heads but {counts[1]} for 32: is there a loop over"
+            " heads?"
         )
     with case("Task 3, memory"), torch.no_grad():
         with Watch() as watch:
@@ -424,7 +432,8 @@ def _check_frugal(yours: Attend) -> None:
             yours(q, k, v)
         assert watch.largest < 8 * 256 * 32, (
             f"a tensor of {watch.largest:,} numbers was created; k has {k.numel():,}, and H * S * D"
-            f" is {8 * 256 * 32:,}. That means k or v was copied for each query head: repeat_interleave and"
+            f" is {8 * 256 * 32:,}. That means k or v was copied for each query head:"
+            " repeat_interleave and"
             " repeat copy, and so does @ when it must broadcast. Fold the group into the queries"
         )
 
@@ -464,7 +473,8 @@ def check_merge(answers: Answers) -> None:
             mean = probe(layer_class, 2, equal_scores=True)(x)[0, -1]
         assert last.shape == (8,), f"an output has the shape {tuple(last.shape)}, expected (8,)"
         assert not last.isnan().any(), (
-            "the last output is NaN, as if the last query saw nothing: is the mask the wrong way round?"
+            "the last output is NaN, as if the last query saw nothing: is the mask the wrong way"
+            " round?"
         )
         found = [round(number, 2) for number in last.tolist()]
         assert torch.allclose(last * 36 / last.sum(), torch.arange(1.0, 9), atol=1e-3), (
@@ -473,7 +483,8 @@ def check_merge(answers: Answers) -> None:
         )
         total = last[0].item()
         assert abs(total - 1) < 1e-3, (
-            f"eight equal tokens come out {total:.2f} times as large, so the weights of the last query"
+            f"eight equal tokens come out {total:.2f} times as large, so the weights of the last"
+            " query"
             f" sum to {total:.2f}: is the softmax over the keys, dim=-1?"
         )
         expect(
@@ -498,17 +509,20 @@ def check_scale(answers: Answers) -> None:
             f"row 7 sums to {mended.sum():.2f}: is the softmax over the keys, dim=-1?"
         )
         assert mended.max() > 0.9 * healthy.max(), (
-            f"the last query's largest weight is {mended.max():.2f}, expected {healthy.max():.2f}: too"
+            f"the last query's largest weight is {mended.max():.2f}, expected {healthy.max():.2f}:"
+            " too"
             " even, so the scores are too small. By what are they divided?"
         )
         assert mended.max() < 1.1 * healthy.max(), (
-            f"the last query's largest weight is {mended.max():.2f}, expected {healthy.max():.2f}: too"
+            f"the last query's largest weight is {mended.max():.2f}, expected {healthy.max():.2f}:"
+            " too"
             " sharp, so the scores are too large. By what are they divided?"
         )
         expect(
             mended,
             healthy,
-            "the weights of the last query are not the softmax of its scores over the keys: does each"
+            "the weights of the last query are not the softmax of its scores over the keys: does"
+            " each"
             " key keep its place?",
         )
 
@@ -521,21 +535,25 @@ def check_mask(answers: Answers) -> None:
             # (T, S): row t is the weights of query t
             shares = probe(layer_class, 1)(torch.eye(8)[None])[0]
         assert not shares.isnan().any(), (
-            "some rows are NaN, as if their queries saw nothing: is the mask the wrong way round, or"
+            "some rows are NaN, as if their queries saw nothing: is the mask the wrong way round,"
+            " or"
             " does some query not see itself?"
         )
         later = shares.triu(1)
         assert later.abs().max() < 1e-6, (
-            f"row {int(later.abs().max(1).values.argmax())} gives weight {later.abs().max():.2f} to a"
+            f"row {int(later.abs().max(1).values.argmax())} gives weight {later.abs().max():.2f}"
+            " to a"
             " token that comes later: what is left of a hidden score after the softmax?"
         )
         worst = (shares.sum(1) - 1).abs().argmax().item()
         assert abs(shares[worst].sum() - 1) < 1e-4, (
-            f"no token reads the future, but row {worst} sums to {shares[worst].sum():.2f}, not to 1:"
+            f"no token reads the future, but row {worst} sums to {shares[worst].sum():.2f}, not to"
+            " 1:"
             " hide the scores before the softmax, which must run over the keys"
         )
         assert (shares.tril() > 0).sum() == 36, (
-            "some query doesn't read a token before it, or itself: 1 + 2 + ... + 8 = 36 pairs must be"
+            "some query doesn't read a token before it, or itself: 1 + 2 + ... + 8 = 36 pairs must"
+            " be"
             " visible"
         )
 
@@ -565,7 +583,8 @@ def check_layer(answers: Answers) -> None:
         expect(
             y,
             expected,
-            "not what MultiHeadAttention gives with the same weights. If the three tests above pass,"
+            "not what MultiHeadAttention gives with the same weights. If the three tests above"
+            " pass,"
             " check that the scale is the root of head_dim, not of hidden_size or of T",
         )
 
@@ -637,19 +656,23 @@ def _check_full_cache(Cache: Any) -> None:
             3,
             4,
         ], (
-            f"five keys into an empty cache must come back as they are, but the positions are {first}"
+            "five keys into an empty cache must come back as they are, but the positions are"
+            f" {first}"
         )
         assert second == [0, 1, 2, 3, 4, 5, 6], (
-            "positions 0 to 4 were kept and 5 and 6 are new, so all seven come back in this order, but"
+            "positions 0 to 4 were kept and 5 and 6 are new, so all seven come back in this order,"
+            " but"
             f" here {second}"
         )
         other = updated(cache, 1, *piece(0, 5))
         assert other == [0, 1, 2, 3, 4], (
-            f"layer 1 was empty, but after its first five keys it returns {other}: does each layer have"
+            f"layer 1 was empty, but after its first five keys it returns {other}: does each layer"
+            " have"
             " its own store?"
         )
         assert updated(cache, 0, *piece(7, 8)) == list(range(8)), (
-            "layer 0 lost or gained keys while layer 1 was filled: does each layer have its own store?"
+            "layer 0 lost or gained keys while layer 1 was filled: does each layer have its own"
+            " store?"
         )
         fresh = updated(Cache(), 0, *piece(0, 2))
         assert fresh == [0, 1], (
@@ -657,7 +680,8 @@ def _check_full_cache(Cache: Any) -> None:
             " attribute of the class, instead of self?"
         )
         assert kept_numbers(cache) > 0, (
-            "after four updates no tensor is found in the cache: keep them in attributes of self, in"
+            "after four updates no tensor is found in the cache: keep them in attributes of self,"
+            " in"
             " dictionaries, lists or tuples"
         )
 
@@ -668,7 +692,8 @@ def _check_window_cache(Cache: Any) -> None:
         cache = Cache(window=3)
         first = updated(cache, 0, *piece(0, 5))
         assert first == [0, 1, 2, 3, 4], (
-            f"a first piece of five came back as the positions {first}: its own queries read all five,"
+            f"a first piece of five came back as the positions {first}: its own queries read all"
+            " five,"
             " so shorten what you keep, not what you return"
         )
         assert held(cache) <= 3, (
@@ -678,20 +703,24 @@ def _check_window_cache(Cache: Any) -> None:
         for end in (6, 7, 8):
             seen = updated(cache, 0, *piece(end - 1, end))
             assert seen[-3:] == [end - 3, end - 2, end - 1], (
-                f"query {end - 1} must read the positions {end - 3} to {end - 1}, but update returned"
+                f"query {end - 1} must read the positions {end - 3} to {end - 1}, but update"
+                " returned"
                 f" {seen}: how many old keys do you keep?"
             )
             assert held(cache) <= 3, (
-                f"after {end} tokens the cache holds {held(cache):.0f} positions, and the window is 3:"
+                f"after {end} tokens the cache holds {held(cache):.0f} positions, and the window"
+                " is 3:"
                 " forget what no later query can read"
             )
         seen = updated(cache, 0, *piece(8, 12))
         assert seen[-6:] == [6, 7, 8, 9, 10, 11], (
-            "a piece of four, 8 to 11: its first query reads 6 to 8, so 6 to 11 are needed, but update"
+            "a piece of four, 8 to 11: its first query reads 6 to 8, so 6 to 11 are needed, but"
+            " update"
             f" returned {seen}"
         )
         assert held(cache) <= 3, (
-            f"after a piece of four the cache holds {held(cache):.0f}, the window is 3: cut after every"
+            f"after a piece of four the cache holds {held(cache):.0f}, the window is 3: cut after"
+            " every"
             " call, not only after a single token"
         )
 
@@ -811,15 +840,18 @@ def check_bytes(cache_bytes: Bytes, measured_bytes: Bytes) -> None:
         ours = yours(10, **size, bytes_per_number=4)
         real = measured_bytes(10, **size, dtype=torch.float32)
         assert ours == real, (
-            f"{ours:,} bytes in float32, but real layers hold {real:,}: does bytes_per_number count?"
+            f"{ours:,} bytes in float32, but real layers hold {real:,}: does bytes_per_number"
+            " count?"
         )
         window: dict[str, Any] = dict(sliding_window=6, num_window_layers=2)
         for tokens in (4, 6, 10):
             ours = yours(tokens, **size, **window)
             real = measured_bytes(tokens, **size, **window)
             assert ours == real, (
-                f"{tokens} tokens, 2 of 3 layers with a window of 6: {ours:,} bytes, but real layers"
-                f" hold {real:,}. A layer with a window holds at most 6 tokens, and never more than there are,"
+                f"{tokens} tokens, 2 of 3 layers with a window of 6: {ours:,} bytes, but real"
+                " layers"
+                f" hold {real:,}. A layer with a window holds at most 6 tokens, and never more"
+                " than there are,"
                 f" and the one layer without a window holds all {tokens}"
             )
 
@@ -843,15 +875,18 @@ def check_four_numbers(answers: Answers, measured_bytes: Bytes) -> None:
             f"bytes_per_token: you have {bytes_per_token:,}; type it in bytes, not in thousands"
         )
         assert bytes_per_token != 2 * real, (
-            "bytes_per_token is twice what it should be: the cache holds the 8 key/value heads, not the 16"
+            "bytes_per_token is twice what it should be: the cache holds the 8 key/value heads,"
+            " not the 16"
             " query heads"
         )
         assert bytes_per_token == real, (
-            "bytes_per_token: a token leaves a key and a value, in each layer and key/value head, of"
+            "bytes_per_token: a token leaves a key and a value, in each layer and key/value head,"
+            " of"
             f" 256 numbers of 2 bytes; you have {bytes_per_token:,}"
         )
         assert saved(first_saving, measured_bytes) > 0, (
-            f"first_saving: at {first_saving:,} tokens every window layer still holds the whole text,"
+            f"first_saving: at {first_saving:,} tokens every window layer still holds the whole"
+            " text,"
             " so nothing is saved"
         )
         assert saved(first_saving - 1, measured_bytes) == 0, (
@@ -908,7 +943,8 @@ def check_alibi(alibi_attention: Attend) -> None:
             " the last query belongs to the last key"
         )
         assert shares[0].argmax() == 4 and shares[1].argmax() == 5, (
-            "of equal keys a query must weigh its own position most: which position does query t have?"
+            "of equal keys a query must weigh its own position most: which position does query t"
+            " have?"
         )
 
 
@@ -928,11 +964,13 @@ def _check_slopes(alibi_attention: Attend) -> None:
             6,
         ), f"the output has the shape {tuple(shares.shape)}, expected (2, 6, 6)"
         assert (shares.triu(1) == 0).all(), (
-            "a query gives weight to a later token: hide with -inf every key whose distance is negative"
+            "a query gives weight to a later token: hide with -inf every key whose distance is"
+            " negative"
         )
         last = shares[:, -1]
         assert (shares.sum(-1) - 1).abs().max() < 1e-4, (
-            f"the weights of the last query sum to {last[1].sum():.2f}, not to 1: the bias is added to"
+            f"the weights of the last query sum to {last[1].sum():.2f}, not to 1: the bias is"
+            " added to"
             " the scores, so before the softmax"
         )
         assert (last.diff() > 0).all(), (
@@ -963,12 +1001,14 @@ def check_reach(answers: Answers) -> None:
             scores = torch.tensor([0.0, -slope * float(distance)], dtype=torch.float64)
             own, far = scores.softmax(0).tolist()
             assert abs(far / own - 0.5) < 1e-3, (
-                f"half_distance({slope}) = {float(distance):.3g}: there the weight is {far / own:.3f}"
+                f"half_distance({slope}) = {float(distance):.3g}: there the weight is"
+                f" {far / own:.3f}"
                 " of the own key's, not 0.5. Which d makes exp(-slope * d) one half?"
             )
         [far_heads] = typed(answers, "far_heads")
         weights_at_100 = torch.tensor([-100 / 2**i for i in range(1, 9)]).exp()
         assert far_heads == int((weights_at_100 >= 0.5).sum()), (
-            f"far_heads = {far_heads}: take half_distance of each of the eight slopes, and count those"
+            f"far_heads = {far_heads}: take half_distance of each of the eight slopes, and count"
+            " those"
             " of 100 or more"
         )

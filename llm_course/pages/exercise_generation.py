@@ -517,7 +517,8 @@ def check_without_best(answers: Answers) -> None:
         chosen = numbers(without_best, "without_best")
         assert 2 <= len(chosen) <= 10, f"without_best has {len(chosen)} numbers, expected 2 to 10"
         assert min(chosen) > 0 and abs(sum(chosen) - 1) < 0.01, (
-            f"without_best: the smallest is {min(chosen):g} and the sum {sum(chosen):g}; probabilities"
+            f"without_best: the smallest is {min(chosen):g} and the sum {sum(chosen):g};"
+            " probabilities"
             " are positive, with the sum 1"
         )
         best_one = chosen.index(max(chosen))
@@ -532,7 +533,8 @@ def check_without_best(answers: Answers) -> None:
             f" {-math.log(max(chosen)):.2f}, is the nearest to it: it comes first"
         )
         assert come_before >= 0.5, (
-            f"the tokens that come before the best one hold {come_before:.2f} together, so it is still"
+            f"the tokens that come before the best one hold {come_before:.2f} together, so it is"
+            " still"
             " needed for 0.5"
         )
 
@@ -1008,7 +1010,8 @@ def check_uses(answers: Answers) -> None:
         reasons = {
             "A": (
                 "beam",
-                "a sentence of a manual has few right translations, and a surprise in it is a mistake",
+                "a sentence of a manual has few right translations, and a surprise in it is a"
+                " mistake",
             ),
             "B": ("sample", "the most probable story is dull and repeats itself"),
             "C": (
@@ -1053,7 +1056,8 @@ def check_lookups(lookup: Answer) -> None:
             lookup,
             [0, 8, 1, 2, 3, 8, 1],
             2,
-            "2, 3 followed 8, 1, and n is 2. The draft begins behind the two, it does not repeat them;"
+            "2, 3 followed 8, 1, and n is 2. The draft begins behind the two, it does not repeat"
+            " them;"
             " the newest two themselves do not count as an earlier place",
         )
         check_lookup(
