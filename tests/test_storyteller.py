@@ -9,7 +9,7 @@ from llm_course.pages.generation import first_impossible, tell
 from llm_course.pages.storyteller import FOLDER, load_storyteller
 from llm_course.text.stories import read_story, stories
 
-MARGIN = 0.1  # bits per byte between the model's loss and the entropy of the stories
+MARGIN = 0.05  # bits per byte between the model's loss and the entropy of the stories
 
 
 def fresh_stories(num: int) -> list[str]:
