@@ -12,7 +12,7 @@ INSTALL_CHROMIUM = $(if $(filter 0,$(shell id -u)),,sudo -n) apt-get install --y
 
 HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's copy of the course has no solutions
 
-.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full release clean
+.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full bands faults release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,12 @@ bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few mi
 
 bench-full: $(VENV)/.dev  ## The same with more rounds
 	$(BIN)/python -m benchmarks --full
+
+bands: $(VENV)/.dev  ## Record again what healthy runs look like, for `llm-course check-run`, in some minutes
+	$(BIN)/python scripts/bands.py
+
+faults: $(VENV)/.dev  ## Plant mistakes in runs, and see whether `llm-course check-run` names them, in some minutes
+	$(BIN)/python -m tests.faults
 
 release: $(VENV)/.dev  ## Build the wheel and the source distribution, as a tag does: dist/
 	rm -rf dist

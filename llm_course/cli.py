@@ -50,6 +50,10 @@ COMMANDS = {
         "check what this machine has and whether it computes correctly",
         "llm_course.commands.doctor:doctor_command",
     ),
+    "check-run": (
+        "say whether the curves of a run are normal, and why not",
+        "llm_course.commands.check_run:check_run_command",
+    ),
 }
 
 # %% ../nbs/19g_command.ipynb #c61bfcd4

@@ -100,6 +100,8 @@ PLAIN = [
     ("another module's name", "__name__ = 'torch'", "`__name__`"),
     ("a format that looks", "raise ValueError('{0.__glo' 'bals__}'.format(case))", "a format"),
     ("a format that looks, 2", "str.format('{0.__globals__}', case)", "a format"),
+    ("a checker", "from llm_course.pages.exercise_first_run import near", "llm_course.pages"),
+    ("a checker, 2", "import llm_course.files\nllm_course.pages", "llm_course.pages"),
     ("a metaclass", "class A(metaclass=Counter):\n    pass", "metaclass"),
     ("our own guard", "_guard_write = lambda x: x", "_guard_write"),
     ("attrgetter", "from operator import attrgetter", "attrgetter"),

@@ -18,14 +18,13 @@ from llm_course.text.bpe import (
     BYTE_CHARACTERS,
     GPT2_PATTERN,
     apply_merges,
-    between_special_tokens,
     bytes_of_symbols,
     count_words,
     learn_merges,
-    merges_from_tokens,
     room_for_merges,
 )
-from llm_course.text.tokenization import ByteBPETokenizer
+from llm_course.text.tokenization import ByteBPETokenizer, between_special_tokens
+from llm_course.text.tokenizer_files import merges_from_tokens
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 SYMBOLS = {byte: symbol for symbol, byte in enumerate(BYTE_CHARACTERS)}

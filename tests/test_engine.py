@@ -7,6 +7,7 @@ import math
 import os
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -297,6 +298,71 @@ def test_clips_once_and_reports_the_norm_before():
     assert_close([before.rows[0]["grad_norm"], after.rows[0]["grad_norm"]], [norm, norm])
     scaled = [gradient * 0.25 / norm for gradient in free.task.gradients[0]]
     assert_close(clipped.task.gradients[0], scaled, atol=1e-6, rtol=1e-4)
+
+
+class Halved(Line):
+    """Half of the loss is reported, and the other half is only minimised."""
+
+    def train_step(self, model, batch):
+        loss_sum, count, _ = super().train_step(model, batch)
+        return StepOutput(loss_sum / 2, count, loss_sum / 2)
+
+
+def test_an_auxiliary_loss_is_minimised_and_not_reported():
+    records = [Record(), Record()]
+    for task, record in zip((Line, Halved), records, strict=True):
+        make(task, callbacks=[record], gradient_accumulation_steps=3, max_steps=4).run()
+    whole, halved = records
+    assert_close(halved.losses, [loss / 2 for loss in whole.losses], rtol=1e-5, atol=0)
+    norms = [[row["grad_norm"] for row in record.rows] for record in records]
+    assert_close(*norms, rtol=1e-5, atol=0)
+    assert_close(halved.weights, whole.weights, rtol=1e-4, atol=1e-6)
+
+
+def test_a_routers_loss_counts_once_for_each_micro_batch():
+    """By hand: cross-entropy and the router's loss, of each micro-batch, over all targets."""
+    engine = make(KeepingLM, Ragged(2), batch_size=2, gradient_accumulation_steps=4, max_steps=1)
+    engine.config.model = replace(
+        engine.config.model, use_moe=True, num_experts=4, top_k=2, router_aux_loss_coef=0.5
+    )
+    engine.setup()
+    window = list(engine.data.train_dataloader(epoch=0))
+    model = copy.deepcopy(engine.model)
+    metrics = engine.optimizer_step(window)
+
+    def by_hand(times):
+        model.zero_grad()
+        loss_sum = 0.0
+        for batch in window:
+            output = model(**batch)
+            share = output.num_targets / 36
+            (output.loss_sum / 36 + times * share * output.aux_loss).backward()
+            loss_sum += output.loss_sum.item()
+        return [parameter.grad.clone() for parameter in model.parameters()], loss_sum
+
+    right, loss_sum = by_hand(times=1)
+    assert_close(engine.task.gradients, right, atol=1e-6, rtol=1e-4)
+    assert metrics["loss_sum"] == pytest.approx(loss_sum, rel=1e-5)
+    # planted: forgotten, counted twice, or counted once for each of the four micro-batches' windows
+    for times in (0, 2, 4):
+        with pytest.raises(AssertionError):
+            assert_close(engine.task.gradients, by_hand(times)[0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_decoder_with_experts_learns_to_copy():
+    """The engine trains what the chapters before it have built, a router among it."""
+    config = Config(
+        model=ModelConfig(
+            hidden_size=32, num_layers=2, num_heads=2, use_moe=True, num_experts=4, top_k=2
+        ),
+        training=TrainingConfig(
+            device="cpu", precision="fp32", batch_size=16, max_steps=150, eval_interval=150
+        ),
+        optimization=OptimizationConfig(learning_rate=1e-2, warmup_steps=10, weight_decay=0.0),
+    )
+    data = SyntheticDataModule(batch_size=16)
+    found = TrainingEngine(config, LanguageModelingTask(config), data).run()
+    assert found["val_loss"] < 0.7 * math.log(data.vocab_size)
 
 
 class Waits(TorchDispatchMode):

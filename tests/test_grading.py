@@ -191,13 +191,13 @@ def test_copied_answer_earns_nothing():
     """The package's encoder under other names, without its docstring, is still the package's."""
     [cell] = [c for c in corpus.cells_of("01_tokenization") if c.name == "task3-encode"]
     [wanted] = [n for n in ast.parse(cell.source).body if isinstance(n, ast.FunctionDef)]
-    text = (ROOT / "llm_course/text/bpe.py").read_text(encoding="utf-8")
+    text = (ROOT / "llm_course/text/merging.py").read_text(encoding="utf-8")
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
-    [copied] = [node for node in functions if node.name == "apply_merges"]
+    [copied] = [node for node in functions if node.name == "merge_by_rank"]
     copied.name = wanted.name
     code = re.sub(r"\bsymbols\b", "mine", ast.unparse(copied))
     passed, said = outcome("01_tokenization", "task3-encode", code)
-    assert passed == [] and "is the package's own `apply_merges`" in said
+    assert passed == [] and "is the package's own `merge_by_rank`" in said
 
 
 @pytest.mark.parametrize("name, code, words", attacks.ENDING, ids=ids(attacks.ENDING))

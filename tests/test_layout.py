@@ -44,11 +44,8 @@ WHOLE = {
     "ByteBPETokenizer",
     "BPETokenizer",
     "TokenFile",
-    "MoE",
     "DecoderModel",
     "Muon",
-    "StepEngine",
-    "TrainingEngine",
     "Pipeline",
 }
 WHOLE_LINES = 65

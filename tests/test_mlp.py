@@ -281,6 +281,23 @@ def test_two_gated_neurons_multiply_exactly():
     assert_close(multiply(pairs)[:, 0], pairs.prod(-1))
 
 
+def test_four_plain_neurons_multiply_at_a_price():
+    """GELU(su) + GELU(-su) is about s^2 u^2 sqrt(2 / pi): small keys, and huge values."""
+    plain = MLP(2, 4, use_glu=False, activation="gelu").double()
+    pairs = 3 * torch.randn(100, 2, generator=torch.Generator().manual_seed(0)).double()
+    reads = torch.tensor([[1.0, 1], [-1, -1], [1, -1], [-1, 1]]).double()
+    errors = []
+    for size in (0.1, 0.01, 0.001):
+        value = 1 / (4 * size**2 * math.sqrt(2 / math.pi))
+        with torch.no_grad():
+            plain.up_proj.weight.copy_(size * reads)
+            plain.down_proj.weight.zero_()
+            plain.down_proj.weight[0] = value * torch.tensor([1.0, 1, -1, -1])
+            errors.append((plain(pairs)[:, 0] - pairs.prod(-1)).abs().max().item())
+    assert errors[0] > 10 * errors[1] > 100 * errors[2] and errors[2] < 1e-2
+    assert value > torch.finfo(torch.float16).max
+
+
 def test_dropout_acts_on_the_output_and_in_training_only():
     torch.manual_seed(0)
     mlp = random_mlp(8, 16, dropout=0.5, scale=0.3)

@@ -907,3 +907,18 @@ def test_an_accelerator_agrees_with_the_cpu():
     assert_close(there(x.to(device))[0].cpu(), moe(x)[0], atol=1e-4, rtol=1e-3)
     for ours, theirs in zip(moe.parameters(), there.parameters(), strict=True):
         assert_close(theirs.grad.cpu(), ours.grad, atol=1e-3, rtol=1e-3)
+
+
+# ---------------------------------------------------------------- what the page plots
+
+
+def test_the_recorded_runs_are_those_of_the_plan():
+    from llm_course.pages import experts
+
+    recorded = [(run["name"], run["seed"], run["rate"]) for run in experts.recorded()]
+    assert recorded == experts.planned_runs()
+    for run in experts.recorded():
+        assert len(run["losses"]) == experts.STEPS // experts.EVERY
+        loads = torch.tensor(run["loads"])
+        if run["name"] not in experts.PLAIN:
+            assert_close(loads.sum(-1), torch.ones(len(loads)), atol=0.01, rtol=0)

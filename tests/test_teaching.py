@@ -43,6 +43,25 @@ def core_pages(chapter: str) -> list[Path]:
     return [ROOT / link for link in re.findall(r"\]\(([^)]+)\)", row)]
 
 
+def test_the_contents_state_honest_hours():
+    """The core pages at the pace of fresh readers, and the exercises at their own."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    chapters = re.findall(r"^\| (\d\d) \|", readme, re.MULTILINE)
+    pages = [nbformat.read(page, as_version=4) for c in chapters for page in core_pages(c)]
+    hours = {
+        "read": sum(map(reading_minutes, pages)) / 60,
+        "exercises": sum(minutes for stem in SOLUTIONS for minutes, _ in tasks(stem)) / 60,
+    }
+    contents = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells[0].source
+    said = re.search(r"about (\d+) hours to read, and the exercises (\d+) more", contents)
+    off = {
+        name: f"{hour:.0f} hours, not {stated}: write that in nbs/index.ipynb"
+        for (name, hour), stated in zip(hours.items(), said.groups(), strict=True)
+        if abs(hour - int(stated)) > MOST_OFF * hour
+    }
+    assert off == {}
+
+
 def plan(columns: int, title: str) -> list[list[str]]:
     section = GUIDE.split(f"### {title}")[1].split("\n#")[0]
     return rows(section, columns)

@@ -80,6 +80,7 @@ def test_wheel_holds_the_package_alone(wheel):
     assert {name.split("/")[0].split("-")[0] for name in files} == {"llm_course"}
     package = ROOT / "llm_course"
     data = [package / "py.typed", *(package / "pages" / "storyteller_model").iterdir()]
+    data += [*(package / "pages").glob("*.json"), *(package / "training").glob("*.json")]
     sources = {path.relative_to(ROOT).as_posix() for path in [*package.rglob("*.py"), *data]}
     assert {name for name in files if ".dist-info/" not in name} == sources
 

@@ -1,6 +1,8 @@
 """The small run that the pages of the engine train, and what they draw of it."""
 
 import copy
+import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from llm_course.text.stories import story_documents
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import TrainingEngine
 from llm_course.training.hooks import Callback
-from llm_course.training.task import LanguageModelingTask
+from llm_course.training.task import LanguageModelingTask, StepOutput
 
 PAD, START, END = range(3)
 WORD = re.compile(r"\w+|[^\w\s]")
@@ -82,6 +84,14 @@ def tiny_model(data: Paragraphs, **sizes: Any) -> DecoderModel:
     return DecoderModel(ModelConfig(vocab_size=data.vocab_size, **SIZES | sizes))
 
 
+def model_and_optimizer(data: Paragraphs) -> tuple[DecoderModel, torch.optim.AdamW]:
+    """A tiny model, always the same, and AdamW for it."""
+    torch.manual_seed(0)
+    model = tiny_model(data)
+    settings: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
+    return model, torch.optim.AdamW(model.parameters(), **settings)
+
+
 def cut(batch: Batch, rows: int) -> list[Batch]:
     """The micro-batches of a batch, with `rows` rows each."""
     parts = {name: tensor.split(rows) for name, tensor in batch.items()}
@@ -117,7 +127,7 @@ def validation_loss(model: nn.Module, data: Paragraphs) -> float:
 
 
 def distance(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """How far two gradients are apart, as a share of the length of the second."""
+    """The distance between two gradients, relative to the length of the second."""
     one = torch.cat([tensor.flatten() for tensor in found])
     other = torch.cat([tensor.flatten() for tensor in right])
     return ((one - other).norm() / other.norm()).item()
@@ -159,8 +169,29 @@ class Record(Callback):
         return [row[name] for row in self.rows if name in row]
 
 
+class Losses:
+    """Keeps the loss that a draft of the engine reports after each step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_step_end(self, engine: Any, metrics: dict[str, float]) -> None:
+        self.values.append(metrics["loss"])
+
+
+class Poisoned(LanguageModelingTask):
+    """The loss of the fifth micro-batch isn't a number."""
+
+    calls = 0
+
+    def train_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+        self.calls += 1
+        output = super().train_step(model, batch)
+        return output._replace(loss_sum=output.loss_sum * (math.nan if self.calls == 5 else 1))
+
+
 class StopAt(Callback):
-    """Asks for the end of the run after a step, or never."""
+    """Stops the run after a given step, if there is one."""
 
     def __init__(self, step: int | None):
         self.step = step
@@ -174,7 +205,7 @@ class StopAt(Callback):
 
 
 def show_windows(counts: Sequence[int], size: int) -> None:
-    """A bar for each micro-batch, as high as the number of its targets; a colour for each step."""
+    """A bar for the targets of each micro-batch, with a colour for each step."""
     plt.figure(figsize=(6, 2.4))
     for step, first in enumerate(range(0, len(counts), size)):
         heights = counts[first : first + size]
@@ -189,7 +220,7 @@ def show_windows(counts: Sequence[int], size: int) -> None:
 
 
 def show_errors(rows: Sequence[int], errors: Sequence[float]) -> None:
-    """How wrong a gradient is for each size of micro-batches."""
+    """The error of the gradient for each micro-batch size."""
     plt.figure(figsize=(6, 2.6))
     plt.plot(rows, [100 * error for error in errors], "o-", color="tab:red")
     plt.xscale("log", base=2)
@@ -267,7 +298,7 @@ def show_range(gradients: Tensor, scale: float) -> None:
     ax.set_xlim(-56, 32)
     ax.set_xlabel("size of a scaled gradient: 2 to the power of")
     ax.set_ylabel("how many")
-    verdict = "the step is skipped" if infinite else "the step is made"
+    verdict = "the step is skipped" if infinite else "the update happens"
     ax.set_title(f"scale {scale:g}: {verdict}")
     plt.show()
 
@@ -374,7 +405,7 @@ def show_moment(moments: Sequence[Moment], moment: int) -> None:
     every = range(len(moments))
     right.plot(every, [m.norm for m in moments], color="tab:orange", alpha=0.2)
     right.plot(past, [moments[i].norm for i in past], "o-", color="tab:orange", ms=4)
-    right.set_ylabel("norm of the gradient", color="tab:orange")
+    right.set_ylabel("norm of the mean gradient so far", color="tab:orange")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlabel("moment")
     weights = right.twinx()
@@ -402,6 +433,83 @@ def _draw_list(ax: Axes, moments: Sequence[Moment], moment: int) -> None:
     ax.axis("off")
 
 
+# ------------------------------------------------------------------------------------- the knobs
+
+STRANGE_STEP = 8
+STRANGE_WORD = 300
+SGD_RATE = 0.3
+
+
+@functools.cache
+def run_with(accumulation: int, *, clipping: bool, optimizer: str = "AdamW") -> Record:
+    """Twenty steps of the engine; one of them gets a batch in which every label is the same."""
+
+    class Strange(LanguageModelingTask):
+        """Replaces the labels of one micro-batch."""
+
+        calls = 0
+
+        def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            if optimizer == "SGD":
+                return torch.optim.SGD(model.parameters(), lr=SGD_RATE)
+            return super().build_optimizer(model)
+
+        def train_step(self, model: nn.Module, batch: Batch) -> StepOutput:
+            step, index = divmod(self.calls, accumulation)
+            self.calls += 1
+            if step + 1 == STRANGE_STEP and index == 0:
+                labels = batch["labels"]
+                batch = batch | {"labels": torch.where(labels == -100, labels, STRANGE_WORD)}
+            return super().train_step(model, batch)
+
+    record = Record()
+    sizes: dict[str, Any] = {"num_bytes": 60_000, "max_steps": 20, "eval_interval": 1000}
+    limit = 1.0 if clipping else 1e9
+    task: Any = Strange
+    make_engine(
+        [record], rows=4, accumulation=accumulation, task=task, max_grad_norm=limit, **sizes
+    ).run()
+    return record
+
+
+def show_settings(accumulation: int, *, clipping: bool, optimizer: str) -> None:
+    """Loss and gradient norm of each step, beside those of windows of four, clipped."""
+    usual = run_with(4, clipping=True, optimizer=optimizer)  # in grey
+    chosen = run_with(accumulation, clipping=clipping, optimizer=optimizer)
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
+    columns = {"loss": "loss per word, nats", "grad_norm": "norm before clipping"}
+    for ax, (name, label) in zip(axes, columns.items(), strict=True):
+        ax.plot(usual.column("step"), usual.column(name), color="gray", lw=4, alpha=0.4)
+        ax.plot(chosen.column("step"), chosen.column(name), "o-", ms=4)
+        ax.axvline(STRANGE_STEP, color="tab:red", lw=1, ls=":")
+        ax.set(xlabel="optimizer step", ylabel=label)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if clipping:
+        axes[1].axhline(1, color="tab:green", lw=1, ls="--")
+    how = "clipped at 1" if clipping else "not clipped"
+    windows = f"{accumulation} micro-batch{'es' * (accumulation > 1)} of 4 paragraphs a step"
+    figure.suptitle(f"{optimizer}, {windows}, {how}", fontsize=11)
+    figure.tight_layout()
+    plt.show()
+
+
+def show_planted(right: Sequence[float], wrong: Mapping[str, Sequence[float]]) -> None:
+    """How far the losses of wrong loops are from the right ones, step by step."""
+    plt.figure(figsize=(6, 2.8))
+    for (name, losses), style in zip(wrong.items(), ("o-", "s--"), strict=True):
+        gaps = [100 * abs(b / a - 1) for a, b in zip(right, losses, strict=True)]
+        plt.plot(range(1, 1 + len(gaps)), gaps, style, ms=4, label=name)
+    plt.axhline(0.01, color="gray", ls=":")
+    plt.text(len(right), 0.01, "the tolerance", fontsize=8, ha="right", va="bottom", color="gray")
+    plt.yscale("log")
+    plt.ylim(1e-3, 1e1)
+    plt.xlabel("optimizer step")
+    plt.ylabel("difference of the loss, %")
+    plt.legend(fontsize=8)
+    plt.title("Both planted mistakes train, and both are found")
+    plt.show()
+
+
 # ----------------------------------------------------------------------------------------- a run
 
 
@@ -414,14 +522,14 @@ def show_run(record: Record) -> None:
     plt.xlabel("optimizer step")
     plt.ylabel("loss per word, nats")
     plt.legend()
-    plt.title("The engine trains, and validates on its way")
+    plt.title("A run with a validation every 20 steps")
     plt.show()
 
 
 def show_resumes(
     straight: Sequence[float], resumed: Mapping[str, Sequence[float]], stop: int
 ) -> None:
-    """Runs that forgot something, beside the run that was never stopped."""
+    """Runs that forgot a part of their state, beside the uninterrupted run."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3))
     left.plot(range(1, len(straight) + 1), straight, color="lightgray", lw=6, label="never stopped")
     for (name, losses), marker in zip(resumed.items(), "osv^", strict=False):

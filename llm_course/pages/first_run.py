@@ -3,6 +3,7 @@
 import contextlib
 import io
 import lzma
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,27 @@ def continue_text(run: str, model: DecoderModel, prompt: str) -> str:
     """`prompt` and what a model of this run adds to it, the same each time."""
     _, tokenizer = load_run(run)
     return prompt + "".join(continuation(model, tokenizer, prompt, seed=0, max_new_tokens=100))
+
+
+def show_texts(texts: Mapping[int, str], *, width: int = 34, lines: int = 16) -> None:
+    """What the models of several steps write, side by side."""
+    figure, axes = plt.subplots(1, len(texts), figsize=(9, 3.6))
+    for ax, (step, text) in zip(axes, texts.items(), strict=True):
+        paragraphs = [textwrap.wrap(paragraph, width) for paragraph in text.split("\n")]
+        wrapped = [line for paragraph in paragraphs for line in paragraph or [""]]
+        shown = "\n".join("".join(map(_drawable, line)) for line in wrapped[:lines])
+        ax.text(0, 1, shown, va="top", fontsize=8, family="monospace", transform=ax.transAxes)
+        ax.set_title(f"step {step}", fontsize=10, loc="left")
+        ax.axis("off")
+    figure.tight_layout()
+    plt.show()
+
+
+def _drawable(character: str) -> str:
+    """A character that the plot's font has; a dollar sign would begin a formula."""
+    if character == "$":
+        return r"\$"
+    return character if character.isascii() and character.isprintable() else "?"
 
 
 def token_ids(run: str, split: str) -> Tensor:
@@ -123,6 +145,11 @@ def plot_next_tokens(prompt: str, probabilities: Tensor, pieces: Sequence[str]) 
 def compressed_bits(text: bytes, after: bytes) -> float:
     """Bits per byte of `text` in an .xz file that already holds `after`."""
     return 8 * (len(lzma.compress(after + text)) - len(lzma.compress(after))) / len(text)
+
+
+def optimizer_of(model: DecoderModel) -> torch.optim.AdamW:
+    """PyTorch's AdamW, set as in the run of the page."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def row_order(num_rows: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:

@@ -546,7 +546,9 @@ def stage_shape(model: ModelConfig, stage: int, stages: int) -> ModelConfig:
     """The shape of a model that has the layers of one stage alone."""
     layers = layers_of(stage, stages, model.num_layers)
     by_layer = {name: getattr(model, name) for name in ("layer_types", "rope_layers")}
-    own = {name: [kinds[i] for i in layers] for name, kinds in by_layer.items() if kinds}
+    own: dict[str, Any] = {
+        name: [kinds[i] for i in layers] for name, kinds in by_layer.items() if kinds
+    }
     return replace(model, num_layers=len(layers), **own)
 
 

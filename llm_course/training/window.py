@@ -29,7 +29,7 @@ def group_micro_batches(
 ) -> Iterator[list[dict[str, Tensor]]]:
     """Group batches into windows of `size`, one for each optimizer step; the last may be short.
 
-    ValueError where `size` isn't a whole number of at least 1.
+    ValueError if `size` isn't a whole number of at least 1.
     """
     check_sizes(size=size)
     iterator = iter(batches)
@@ -49,7 +49,7 @@ class WindowTotals(NamedTuple):
         return math.isfinite(self.loss_sum) and (math.isfinite(self.grad_norm) or overflowed)
 
     def describe_fault(self, state: TrainState, num_batches: int) -> str:
-        """Say where a loss or a norm is not finite, and what to try."""
+        """Say which step has a loss or a norm that isn't finite, and what to try."""
         return (
             f"the loss ({self.loss_sum:g} over {self.num_targets} targets) or the gradient norm"
             f" ({self.grad_norm:g}) is not finite in step {state.step + 1} (epoch {state.epoch},"

@@ -1,0 +1,283 @@
+"""Recorded runs and plots of the pages on pretraining."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
+
+from llm_course.training.bands import Band, find_band
+from llm_course.model.config import ModelConfig
+from llm_course.model.estimate import count_parameters
+from llm_course.training.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    OptimizationConfig,
+    StoriesConfig,
+    TrainingConfig,
+)
+from llm_course.training.diagnosis import (
+    Evidence,
+    TextFacts,
+    WeightFacts,
+    diagnose,
+    read_evidence,
+)
+from llm_course.training.run import load_run
+from llm_course.training.sources import read_config
+
+FAULTS = Path(__file__).with_name("faults.json")
+STORYTELLER = Path(__file__).with_name("storyteller_run.json")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FaultyRun:
+    """A run with a mistake in it, and the cause that a diagnosis should name first, if any."""
+
+    cause: str | None
+    evidence: Evidence
+    sample: str  # what its model writes, where that was kept
+
+
+def with_knobs(config: Config, knobs: Mapping[str, Any]) -> Config:
+    """`config` with the settings in `knobs`, each named by its section and key."""
+    for path, value in knobs.items():
+        section, key = path.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def tiny_run(run_dir: str | Path, *, max_steps: int, **data: Any) -> Config:
+    """A run of seconds on a few stories, which keeps nothing back."""
+    sizes: dict[str, Any] = dict(hidden_size=32, num_layers=1, num_heads=2)
+    few = StoriesConfig(level="easy", num_bytes=60_000)
+    return Config(
+        run_dir=str(run_dir),
+        model=ModelConfig(**sizes, max_position_embeddings=data.get("sequence_length", 256)),
+        data=DataConfig(stories=few, **data),
+        training=TrainingConfig(
+            max_steps=max_steps, batch_size=8, eval_interval=max_steps, precision="fp32"
+        ),
+        optimization=OptimizationConfig(warmup_steps=1),
+        logging=LoggingConfig(log_interval=2, progress=False, tensorboard=False),
+    )
+
+
+def to_record(evidence: Evidence) -> dict[str, Any]:
+    """What a diagnosis looks at, as short JSON."""
+    kept = "step epoch targets loss val_loss grad_norm learning_rate step_seconds data_seconds"
+    rows = [
+        {name: _short(row[name]) for name in kept.split() if name in row} for row in evidence.rows
+    ]
+    weights = evidence.weights._asdict() if evidence.weights is not None else None
+    return {"rows": rows, "text": evidence.text._asdict(), "weights": weights}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _from_record(record: Mapping[str, Any], base: Config) -> Evidence:
+    weights = record["weights"]
+    if weights is not None:
+        by_offset = {int(offset): loss for offset, loss in weights["by_offset"].items()}
+        weights = WeightFacts(**(weights | {"by_offset": by_offset}))
+    config = with_knobs(base, record["knobs"])
+    return Evidence(config, record["rows"], TextFacts(**record["text"]), weights, find_band(config))
+
+
+@cache
+def load_faults() -> dict[str, FaultyRun]:
+    """The recorded runs by the name of their mistake; `healthy` has none."""
+    stored = json.loads(FAULTS.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(stored["config"], encoding="utf-8")
+        base = read_config(path)
+    return {
+        name: FaultyRun(record["cause"], _from_record(record, base), record.get("sample", ""))
+        for name, record in stored["runs"].items()
+    }
+
+
+def column(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
+    """A column of the rows that have it, over thousands of targets."""
+    chosen = [row for row in rows if name in row]
+    return [row["targets"] / 1000 for row in chosen], [row[name] for row in chosen]
+
+
+def _plain_ticks(axes: Any) -> None:
+    """Numbers such as 0.5 on a logarithmic axis, not powers of ten."""
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+
+
+def plot_band(
+    band: Band | None,
+    rows: Sequence[Row],
+    *,
+    name: str = "loss",
+    title: str = "",
+    floor: float | None = None,
+    axes: Any = None,
+) -> None:
+    """A run's curve, the band where it's expected, and the entropy of the text where it's known."""
+    axes = axes or plt.subplots(figsize=(6, 2.8), layout="constrained")[1]
+    places, values = column(rows, name)
+    if band is not None:
+        expected = [band.interval(name, 1000 * place) for place in places]
+        low, middle, high = zip(*expected, strict=True)
+        axes.fill_between(places, low, high, color="tab:green", alpha=0.3, label="band")
+        axes.plot(places, middle, color="tab:green", linewidth=1)
+    axes.plot(places, values, color="tab:orange", label="this run")
+    if floor is not None:
+        axes.axhline(floor, color="gray", linestyle=":", label="entropy of the text")
+    axes.set(xlabel="thousand tokens", ylabel=name, yscale="log", title=title)
+    _plain_ticks(axes)
+    axes.legend(fontsize=8)
+
+
+def show_run(evidence: Evidence, title: str = "") -> None:
+    """The three curves of a run, each against its band."""
+    _, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
+    for name, place in zip(("loss", "val_loss", "grad_norm"), axes, strict=True):
+        floor = None if name == "grad_norm" else evidence.text.floor
+        plot_band(evidence.band, evidence.rows, name=name, floor=floor, axes=place)
+    axes[1].set_title(title)
+    plt.show()
+
+
+def explain(mistake: str) -> None:
+    """Show a recorded run, and what the diagnosis makes of it."""
+    evidence = load_faults()[mistake].evidence
+    show_run(evidence, mistake)
+    for cause in diagnose(evidence).causes:
+        print(f"{cause.kind}: {cause.evidence}. {cause.advice}")
+
+
+def compare_runs(names: Sequence[str]) -> None:
+    """The validation losses of recorded runs in one picture."""
+    _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
+    for name, label in zip(names, "AB", strict=True):
+        axes.plot(
+            *column(load_faults()[name].evidence.rows, "val_loss"), "o-", label=f"run {label}"
+        )
+    axes.set(
+        xlabel="thousand tokens", ylabel="validation loss", ylim=0, title="Which run is better?"
+    )
+    axes.legend()
+    plt.show()
+
+
+# ---------------------------------------------------------------------------- a run of one's own
+
+
+def start(config: str | Path, run_dir: str) -> subprocess.Popen[bytes]:
+    """Begin `llm-course train` in a process of its own, as a terminal does."""
+    program = "import sys; from llm_course.cli import main; sys.exit(main())"
+    words = ["train", "--config", str(config), "--run-dir", run_dir, "--logging.progress", "false"]
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(path: str | Path, process: subprocess.Popen[bytes], *, seconds: float = 300) -> None:
+    """Wait until a file or folder appears; RuntimeError where the process ends before."""
+    end = time.monotonic() + seconds
+    while not Path(path).exists():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{path} did not appear")
+        time.sleep(0.05)
+
+
+def by_command(command: Callable[[list[str]], int], *words: str) -> str:
+    """What a command of `llm-course` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        with contextlib.redirect_stderr(io.StringIO()):
+            command(list(words))
+    return printed.getvalue()
+
+
+def model_card(run_dir: str | Path) -> str:
+    """A model card, in Markdown, of nothing but what the run's folder says."""
+    evidence = read_evidence(run_dir)
+    config = evidence.config
+    info = json.loads(Path(run_dir, "data", "info.json").read_text(encoding="utf-8"))
+    measured = [row for row in evidence.rows if "val_bits_per_byte" in row][-1]
+    shape = config.model
+    model, tokenizer = load_run(run_dir)
+    found = diagnose(evidence)
+    lines = {
+        "model": f"a decoder of {count_parameters(model.config).total:,} parameters: "
+        f"{shape.num_layers} layers of width {shape.hidden_size}",
+        "tokenizer": f"{type(tokenizer).__name__}, {tokenizer.vocab_size} entries"
+        f" (sha256 {tokenizer.sha256[:12]})",
+        "data": f"{info['source']}, {info['corpus_bytes']:,} bytes"
+        f" (sha256 {info['corpus_sha256'][:12]})",
+        "training": f"{measured['step']:,} steps, {measured['targets']:,} tokens,"
+        f" {config.optimization.optimizer}, seed {config.training.seed}",
+        "loss": f"{measured['val_loss']:.2f} nats per token,"
+        f" {measured['val_bits_per_byte']:.2f} bits per byte on text that was held out",
+        "held-out text in training": f"{evidence.text.overlap:.0%}",
+        "curves": "normal" if found.is_normal else "; ".join(found.symptoms) or "unusual",
+        "again with": f"`llm-course train --config {Path(run_dir).name}/config.yaml`",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in lines.items())
+    return f"# {Path(run_dir).name}\n\n| | |\n|---|---|\n{table}\n"
+
+
+# ------------------------------------------------------------------------------- the storyteller
+
+
+@cache
+def storyteller_run() -> dict[str, Any]:
+    """The recorded run of the storyteller: `rows` of its metrics, and `samples` by step."""
+    stored = json.loads(STORYTELLER.read_text(encoding="utf-8"))
+    stored["samples"] = {int(step): text for step, text in stored["samples"].items()}
+    return stored
+
+
+def plot_bits(rows: Sequence[Row], entropy: float) -> None:
+    """Bits per byte over millions of tokens, and how far they are from the entropy."""
+    measured = [row for row in rows if "val_bits_per_byte" in row]
+    tokens = [row["targets"] / 1e6 for row in measured]
+    bits = [row["val_bits_per_byte"] for row in measured]
+    _, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    axes[0].plot(tokens, bits, "o-")
+    axes[0].axhline(entropy, color="gray", linestyle=":")
+    axes[0].set(ylabel="bits per byte", ylim=(0, None), title="The loss, and the entropy (dotted)")
+    axes[1].plot(tokens, [b - entropy for b in bits], "o-", color="tab:red")
+    axes[1].set(ylabel="bits above the entropy", yscale="log", title="What is left to learn")
+    _plain_ticks(axes[1])
+    for place in axes:
+        place.set_xlabel("million tokens")
+    plt.show()
+
+
+def compare_rates(names: Sequence[str]) -> None:
+    """The validation losses of recorded runs, each beside its learning rate."""
+    _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
+    for name in names:
+        evidence = load_faults()[name].evidence
+        rate = evidence.config.optimization.learning_rate
+        axes.plot(*column(evidence.rows, "val_loss"), "o-", label=f"{rate:g}")
+    axes.set(xlabel="thousand tokens", ylabel="validation loss", title="Three learning rates")
+    axes.legend(title="peak rate", fontsize=8)
+    plt.show()
