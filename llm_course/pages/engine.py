@@ -539,7 +539,7 @@ def show_resumes(
         seen = [(step, gap) for step, gap in zip(steps, gaps, strict=True) if gap]
         right.semilogy(*zip(*seen, strict=True), marker=marker, ms=4, label=f"forgot {name}")
     left.set(xlabel="optimizer step", ylabel="loss per word", title="All look like training")
-    right.set(xlabel="optimizer step", ylabel="difference", title="The comparison tells")
+    right.set(xlabel="optimizer step", ylabel="difference", title="Only the comparison shows it")
     right.set_xlim(left.get_xlim())
     left.legend(fontsize=8)
     right.legend(fontsize=8)

@@ -28,7 +28,7 @@ from .window import GradientWindow
 class EngineParts:
     """What an engine is made of, and how to build it."""
 
-    device: torch.device  # of the model and its batches; `setup` decides
+    device: torch.device  # where the model and its batches live; set by `setup`
     precision: str
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineParts:
         self.scheduler = self.task.build_scheduler(self.optimizer, max_steps=self.max_steps)
 
     def build_window(self) -> None:
-        """Build what computes gradients, around the model as compile and the runtime wrap it."""
+        """Build the `GradientWindow` around the model as wrapped by compile and the runtime."""
         training = self.config.training
         mixed_precision = MixedPrecision(self.precision, self.device)
         self.scaler = mixed_precision.scaler
@@ -82,7 +82,7 @@ class EngineParts:
         return capture_state(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, after `setup`. ValueError for other data."""
+        """Restore what `state_dict` returned, after `setup`. ValueError if the data differs."""
         restore_state(self, state)
 
 # %% ../../nbs/14b_engine.ipynb #a84cda17
@@ -112,8 +112,8 @@ class StepEngine(EngineParts):
     def setup(self, state: dict[str, Any] | None = None) -> None:
         """Prepare the data and build all parts; with `state`, resume from there.
 
-        ValueError if the data or the number of processes differs from those of `state`; nothing
-        on disk has changed then.
+        ValueError if the data or the number of processes differs from those of `state`, before
+        anything on disk has changed.
         """
         training = self.config.training
         self.device = self.runtime.device(training.device)
@@ -208,7 +208,7 @@ class TrainingEngine(ValidatingEngine):
     """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`."""
 
     data_seconds = 0.0  # spent waiting for batches so far
-    num_batches = 0  # of an epoch, on each rank; known from the first epoch's start
+    num_batches = 0  # per epoch, on each rank; known once the first epoch starts
     stop_reason: str | None = None
     _stop_asked: str | None = None
 
