@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['EngineParts', 'begin_step', 'check_between_steps', 'StepEngine', 'mean_loss', 'validation_metrics',
-           'ValidatingEngine', 'TrainingEngine']
+           'ValidatingEngine', 'StoppableEngine', 'TrainingEngine']
 
 # %% ../../nbs/14b_engine.ipynb #bd64b96a
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class EngineParts:
 
     def build_model(self) -> None:
         """Build the model on its device, divided among the processes that share one."""
+        self.precision = resolve_precision(self.config.training.precision, self.device)
         self.model = self.task.build_model(self.data).to(self.device)
         self.runtime.shard(self.model, bf16=self.precision == "bf16")
 
@@ -72,6 +73,17 @@ class EngineParts:
         self.train_model = self.runtime.wrap(self.eval_model)
         self.window = GradientWindow(
             self.forward, self.model, self.train_model, self.runtime, training.max_grad_norm
+        )
+
+    def seed_rank(self) -> None:
+        """Give each rank random numbers of its own, so that dropout differs between ranks."""
+        if self.runtime.seed_rank:
+            seed_everything(self.config.training.seed + self.runtime.seed_rank)
+
+    def val_batches(self) -> Iterable[dict[str, Tensor]]:
+        """The validation batches that this rank reads."""
+        return self.data.val_dataloader(
+            rank=self.runtime.data_rank, world_size=self.runtime.data_world_size
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,16 +127,13 @@ class StepEngine(EngineParts):
         ValueError if the data or the number of processes differs from those of `state`, before
         anything on disk has changed.
         """
-        training = self.config.training
-        self.device = self.runtime.device(training.device)
+        self.device = self.runtime.device(self.config.training.device)
         prepare_data(self.config, self.data, self.runtime, state)
-        self.precision = resolve_precision(training.precision, self.device)
-        seed_everything(training.seed)
+        seed_everything(self.config.training.seed)
         self.build_model()
         self.build_optimizer()
         self.build_window()
-        if self.runtime.seed_rank:  # dropout differs between ranks
-            seed_everything(training.seed + self.runtime.seed_rank)
+        self.seed_rank()
         if state is not None:
             self.load_state_dict(state)
         self.is_set_up = True
@@ -191,10 +200,8 @@ class ValidatingEngine(StepEngine):
         check_set_up(self)
         self.callbacks.call("on_validation_start", self)
         self.eval_model.eval()
-        loader = self.data.val_dataloader(
-            rank=self.runtime.data_rank, world_size=self.runtime.data_world_size
-        )
-        outputs = [self.forward("validation_step", self.eval_model, batch) for batch in loader]
+        batches = self.val_batches()
+        outputs = [self.forward("validation_step", self.eval_model, batch) for batch in batches]
         loss = mean_loss(outputs, runtime=self.runtime, device=self.device)
         self.train_model.train()
 
@@ -203,36 +210,25 @@ class ValidatingEngine(StepEngine):
         self.callbacks.call("on_validation_end", self, self.metrics)
         return dict(self.metrics)
 
-# %% ../../nbs/14b_engine.ipynb #0650c832
-class TrainingEngine(ValidatingEngine):
-    """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`."""
+# %% ../../nbs/14b_engine.ipynb #b1457b09
+class StoppableEngine(ValidatingEngine):
+    """A `ValidatingEngine` that can be asked to stop, and knows when its run is over."""
 
     data_seconds = 0.0  # spent waiting for batches so far
     num_batches = 0  # per epoch, on each rank; known once the first epoch starts
     stop_reason: str | None = None
     _stop_asked: str | None = None
 
-    def run(self) -> dict[str, float]:
-        """Train until the last step or `stop()`; returns the newest validation metrics."""
-        if not self.is_set_up:
-            self.setup()
-        check_between_steps(self)
-        self.window.on_batch = batch_teller(self)
-        try:
-            self.callbacks.call("on_train_start", self)
-            self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
-            while not self.done:
-                self._run_epoch()
-            self.callbacks.call("on_train_end", self)
-        except BaseException as error:
-            self.callbacks.call_on_exception(self, error)
-            raise
-        return self.metrics
-
     @property
     def done(self) -> bool:
         """Whether the last step is done, or all processes have agreed to stop."""
         return self.stop_reason is not None or self.state.step >= self.max_steps
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether the step just done is followed by a validation; the last one always is."""
+        due = self.state.is_due(self.config.training.eval_interval)
+        return due or self.state.step == self.max_steps
 
     def stop(self, reason: str) -> None:
         """End the run after the current step, on all ranks.
@@ -241,25 +237,62 @@ class TrainingEngine(ValidatingEngine):
         """
         self._stop_asked = reason
 
-    def _run_epoch(self) -> None:
-        training = self.config.training
-        state = self.state
-        epoch = Epoch(self.data, state, self.runtime, training.gradient_accumulation_steps)
+    def agree_to_stop(self) -> None:
+        """Let all ranks know whether one of them was asked to stop."""
+        self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
+
+    def start(self) -> None:
+        """Set up what isn't yet. ValueError if the last run ended inside a step."""
+        if not self.is_set_up:
+            self.setup()
+        check_between_steps(self)
+        self.window.on_batch = batch_teller(self)
+
+    def begin_epoch(self) -> Epoch:
+        """The rest of the present epoch, as yet unread. ValueError where no batch is left."""
+        accumulation = self.config.training.gradient_accumulation_steps
+        epoch = Epoch(self.data, self.state, self.runtime, accumulation)
         self.num_batches = epoch.num_batches
-        self.train_model.train()
-        self.callbacks.call("on_epoch_start", self)
+        return epoch
+
+    def windows(self, epoch: Epoch) -> Iterator[list[dict[str, Tensor]]]:
+        """The windows of an epoch, while `data_seconds` adds up the time spent waiting for them."""
         for window, seconds in epoch:
             self.data_seconds += seconds
+            yield window
+
+# %% ../../nbs/14b_engine.ipynb #0650c832
+class TrainingEngine(StoppableEngine):
+    """Trains a task: `TrainingEngine(config, task, data_module, callbacks).run()`."""
+
+    def run(self) -> dict[str, float]:
+        """Train until the last step or `stop()`; returns the newest validation metrics."""
+        self.start()
+        try:
+            self.callbacks.call("on_train_start", self)
+            self.agree_to_stop()
+            while not self.done:
+                self._run_epoch()
+            self.callbacks.call("on_train_end", self)
+        except BaseException as error:
+            self.callbacks.call_on_exception(self, error)
+            raise
+        return self.metrics
+
+    def _run_epoch(self) -> None:
+        epoch = self.begin_epoch()
+        self.train_model.train()
+        self.callbacks.call("on_epoch_start", self)
+        for window in self.windows(epoch):
             metrics = self.optimizer_step(window)
-            # before anything can fail: this is the state to go on from
-            if state.batch == epoch.num_batches:
-                state.begin_next_epoch()
-            if state.is_due(training.eval_interval) or state.step == self.max_steps:
+            if self.state.batch == epoch.num_batches:
+                self.state.begin_next_epoch()
+            if self.validation_is_due:
                 metrics |= self.validate()
             self.callbacks.call("on_step_end", self, metrics)
-            self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
+            self.agree_to_stop()
             if self.done:
                 break
-        epoch.check_end(state, done=self.done)
-        if state.batch == 0:
+        epoch.check_end(self.state, done=self.done)
+        if self.state.batch == 0:
             self.callbacks.call("on_epoch_end", self)
