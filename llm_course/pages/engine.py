@@ -98,6 +98,23 @@ def cut(batch: Batch, rows: int) -> list[Batch]:
     return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
 
 
+def kept_for_backward(model: nn.Module, batch: Batch) -> int:
+    """The bytes that the forward pass keeps for backward, without the weights themselves."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}  # by address: a tensor that is kept twice counts once
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(batch["input_ids"], labels=batch["labels"])
+    assert output.loss_sum.requires_grad  # the tensors live as long as the output does
+    return sum(kept.values())
+
+
 def write(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) -> None:
     """Print a few paragraphs that the model makes up."""
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +183,8 @@ def same_weights(engine: TrainingEngine, rows: int) -> TrainingEngine:
 def mean_of_batch_means(engine: TrainingEngine) -> float:
     """A validation loss computed wrongly: each batch counts the same, whatever its targets."""
     engine.model.eval()
-    outputs = [engine.task.validation_step(engine.model, b) for b in engine.val_batches()]
+    batches = engine.data.val_dataloader()
+    outputs = [engine.task.validation_step(engine.model, batch) for batch in batches]
     return sum(float(each.loss_sum / each.num_targets) for each in outputs) / len(outputs)
 
 
