@@ -250,7 +250,7 @@ class StoppableEngine(ValidatingEngine):
         self.window.on_batch = batch_teller(self)
 
     def begin_epoch(self) -> Epoch:
-        """What is left to read of the present epoch. ValueError where no batch is left."""
+        """What is left to read of the current epoch. ValueError where no batch is left."""
         accumulation = self.config.training.gradient_accumulation_steps
         epoch = Epoch(self.data, self.state, self.runtime, accumulation)
         self.num_batches = epoch.num_batches
