@@ -162,7 +162,7 @@ def hugging_faces_chain(
     """What Hugging Face's rules leave of the logits (B, V) after the texts `ids` (B, T)."""
     from transformers.generation import logits_process as rules
 
-    chain = (
+    chain: tuple[Any, ...] = (
         rules.RepetitionPenaltyLogitsProcessor(repetition_penalty),
         rules.TemperatureLogitsWarper(temperature),
         rules.TopKLogitsWarper(top_k),
@@ -251,7 +251,7 @@ def show_reach(
     left.set_ylim(bottom=0)
     right.set_ylabel("difference of the texts", color="tab:orange")
     right.set_ylim(-0.03, 1.05)
-    left.legend(fontsize=8, loc="center right")
+    left.legend(fontsize=8, loc="lower center")
     left.set_title("Hotter stories differ more and break sooner")
     plt.show()
 
