@@ -159,7 +159,7 @@ def idle_expert(runtime: Runtime, *, kind: str, **settings: Any) -> tuple[float,
 # ----------------------------------------------------------------------------------------- scaling
 
 
-def seconds_a_step(model: nn.Module, rows: int, *, repeats: int = 3) -> float:
+def seconds_a_step(model: nn.Module, rows: int, *, repeats: int = 8) -> float:
     """The fastest of some steps on this many rows of 64 tokens."""
     ids = torch.randint(0, 256, (rows, 65), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
