@@ -88,7 +88,8 @@ def check_merges(answers: Answers) -> None:
                 f"merge {number} is {merge_typed!r}: its first two entries are text in quotes"
             )
             assert isinstance(merge_typed[2], int), (
-                f"merge {number} is {merge_typed!r}: its count is a whole number, typed without quotes"
+                f"merge {number} is {merge_typed!r}: its count is a whole number, typed without"
+                " quotes"
             )
         real = three_merges()
         typed = [tuple(merge_typed[:2]) for merge_typed in merges]
@@ -237,7 +238,8 @@ def _check_frequency(choose_pair: Answer) -> None:
     with case("Task 2, the most frequent pair"):
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 5})
         assert found is not None, (
-            "there are pairs that occur often enough, but your function returned None: does it return"
+            "there are pairs that occur often enough, but your function returned None: does"
+            " it return"
             " its result?"
         )
         assert found != (1, 2), (
@@ -247,7 +249,8 @@ def _check_frequency(choose_pair: Answer) -> None:
         assert found == (3, 4), f"{found} was chosen, but (3, 4) is the most frequent pair"
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 3})
         assert found == (1, 2), (
-            f"(1, 2) stands in two words that occur 2 times each, 4 against 3 for (3, 4), but {found}"
+            "(1, 2) stands in two words that occur 2 times each, 4 against 3 for (3, 4), but"
+            f" {found}"
             " was chosen: add the frequencies of all words"
         )
 
@@ -267,7 +270,8 @@ def _check_ties(choose_pair: Answer) -> None:
     with case("Task 2, ties"):
         found = chosen(choose_pair, {(5, 6): 3, (2, 9): 3, (2, 4): 3})
         assert found != (5, 6), (
-            "three pairs occur 3 times and (5, 6) was chosen: not the first one found nor the largest"
+            "three pairs occur 3 times and (5, 6) was chosen: not the first one found nor"
+            " the largest"
             " wins, but the one with the smaller symbols"
         )
         assert found == (2, 4), (
@@ -293,16 +297,19 @@ def _check_min_frequency(choose_pair: Answer) -> None:
             1,
             2,
         ), (
-            "a pair that occurs exactly min_frequency times qualifies, but your function returned None"
+            "a pair that occurs exactly min_frequency times qualifies, but your function"
+            " returned None"
         )
         found = chosen(choose_pair, {(1, 2): 2}, min_frequency=3)
         assert found is None, (
-            f"the only pair occurs twice and min_frequency=3 was asked for, but {found} was chosen: 2"
+            f"the only pair occurs twice and min_frequency=3 was asked for, but {found} was"
+            " chosen: 2"
             " is only the default"
         )
         found = chosen(choose_pair, {(1, 2): 1, (8, 1, 2): 1})
         assert found == (1, 2), (
-            "(1, 2) stands in two words that occur once each, and so it occurs twice: min_frequency=2"
+            "(1, 2) stands in two words that occur once each, and so it occurs twice:"
+            " min_frequency=2"
             " is about the pair, not about the word"
         )
         assert chosen(choose_pair, {(4,): 9, (): 3}) is None, (
@@ -319,11 +326,13 @@ def _check_max_bytes(choose_pair: Answer) -> None:
         assert found == (257, 256), f"without max_bytes there is no limit, but {found} was chosen"
         found = chosen(choose_pair, words, spelled_lengths, max_bytes=3)
         assert found is not None, (
-            "the most frequent pair is too long, and your function gave up: look for the best of the"
+            "the most frequent pair is too long, and your function gave up: look for the"
+            " best of the"
             " pairs that are short enough"
         )
         assert found != (257, 256), (
-            "(257, 256) joins 3 and 2 bytes, more than max_bytes=3: what counts is the length of both"
+            "(257, 256) joins 3 and 2 bytes, more than max_bytes=3: what counts is the"
+            " length of both"
             " together"
         )
         assert found == (
@@ -355,11 +364,13 @@ def check_choose_pair(choose_pair: Answer, train_with: Answer) -> None:
         expected = package.learn_merges(toy, num_merges=10)
         for number, (mine, right) in enumerate(zip(trained, expected, strict=False), 1):
             assert mine == right, (
-                f"training with your function on {dict(toy)}: merge number {number} is {mine}, and the"
+                f"training with your function on {dict(toy)}: merge number {number} is {mine},"
+                " and the"
                 f" package merges {right}"
             )
         assert len(trained) == len(expected), (
-            f"training with your function learns {len(trained)} merges from {dict(toy)}, the package"
+            f"training with your function learns {len(trained)} merges from {dict(toy)}, the"
+            " package"
             f" {len(expected)}"
         )
         for limit in (None, 3):
@@ -382,11 +393,13 @@ def encoded_by_you(encode_word: Answer, word: bytes, merges: Sequence[Any]) -> l
         found = encode_word(word, given_merges)
     assert given_merges == list(merges), "your function changed the list of merges"
     assert isinstance(found, list), (
-        f"for {word!r} your function returned {type(found).__name__}, expected a list: does it return"
+        f"for {word!r} your function returned {type(found).__name__}, expected a list:"
+        " does it return"
         " its result?"
     )
     assert all(isinstance(token, bytes) for token in found), (
-        f"for {word!r} your function returned {found}, but tokens are bytes: word[i] is a number, and"
+        f"for {word!r} your function returned {found}, but tokens are bytes: word[i] is a"
+        " number, and"
         " word[i : i + 1] one byte"
     )
     assert b"".join(found) == word, (
@@ -400,7 +413,8 @@ def check_encode_word(encode_word: Answer) -> None:
     with case("Task 3, encode_word"):
         found = encoded_by_you(encode_word, b"abc", [(b"b", b"c"), (b"a", b"b")])
         assert found != [b"ab", b"c"], (
-            "'abc' with the merges (b, c), (a, b): you cut ab + c, but (b, c) was learned first. Is the"
+            "'abc' with the merges (b, c), (a, b): you cut ab + c, but (b, c) was learned"
+            " first. Is the"
             " longest token taken, or the leftmost pair, or the last merge?"
         )
         assert found == [
@@ -410,13 +424,15 @@ def check_encode_word(encode_word: Answer) -> None:
         toy = [(b"e", b"s"), (b"es", b"t"), (b"l", b"o"), (b"lo", b"w")]
         found = encoded_by_you(encode_word, b"lowest", toy)
         assert found != [b"lo", b"w", b"es", b"t"], (
-            "'lowest': es and lo were joined, but then t and w can be joined to them: look again after"
+            "'lowest': es and lo were joined, but then t and w can be joined to them: look"
+            " again after"
             " each merge"
         )
         assert found == [b"low", b"est"], f"'lowest' is low + est, but you have {found}"
         found = encoded_by_you(encode_word, b"aaaaa", [(b"a", b"a")])
         assert len(found) != 4, (
-            "'aaaaa' with (a, a): the pair fits twice, not only once; go on until nothing is left to"
+            "'aaaaa' with (a, a): the pair fits twice, not only once; go on until nothing is"
+            " left to"
             " merge"
         )
         assert found == [
@@ -427,7 +443,8 @@ def check_encode_word(encode_word: Answer) -> None:
         _check_bytes(encode_word)
         found = encoded_by_you(encode_word, b"abc", [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")])
         assert found != [b"abc"], (
-            "'abc' with the merges (b, c), (a, b), (ab, c): a + bc cannot be joined, since the pair (a,"
+            "'abc' with the merges (b, c), (a, b), (ab, c): a + bc cannot be joined, since"
+            " the pair (a,"
             " bc) is not in the list; look up the pair, not what it would make"
         )
         assert found == [
@@ -511,6 +528,7 @@ def check_counterexamples(answers: Answers) -> None:
             told = f"by rank the word is {by_rank}, by the longest token {by_longest}"
             assert len(by_rank) != len(by_longest), (
                 f"{name}: {told}:"
+                ""
                 f" {'the same cut' if by_rank == by_longest else 'two cuts, but equally many tokens'};"
                 " one must have fewer tokens"
             )
@@ -555,16 +573,19 @@ def check_white_space(answers: Answers) -> None:
         mended = MendedTokenizer.train(text, 8)
         learned = [bytes(mended.spelled[256 + rank]) for rank in range(len(mended.spelled) - 256)]
         assert learned, (
-            f"training has learned nothing from {text!r}: count_words takes a list of texts, [text]; of"
+            f"training has learned nothing from {text!r}: count_words takes a list of texts,"
+            " [text]; of"
             " a bare text it takes each character for a text"
         )
         assert any(b" " in token for token in learned), (
-            f"training has learned {learned}, and no token begins with a space: does train still cut"
+            f"training has learned {learned}, and no token begins with a space: does train"
+            " still cut"
             " with split()?"
         )
         crossing = [token for token in learned if b" " in token[1:]]
         assert crossing == [], (
-            f"training has learned {crossing}, which run past the end of a word: cut into words first"
+            f"training has learned {crossing}, which run past the end of a word: cut into"
+            " words first"
         )
         assert learned == [
             bytes(judge.decode_bytes([256 + rank])) for rank in range(len(learned))
@@ -574,7 +595,8 @@ def check_white_space(answers: Answers) -> None:
         )
         found = whole_numbers("encode", mended.encode("a deep sea!"))
         assert found == judge.encode("a deep sea!"), (
-            f"'a deep sea!' has the ids {found}, with the package {judge.encode('a deep sea!')}: does"
+            f"'a deep sea!' has the ids {found}, with the package"
+            f" {judge.encode('a deep sea!')}: does"
             " encode cut as train does?"
         )
         _check_whole_text(MendedTokenizer)
@@ -592,7 +614,8 @@ def _check_whole_text(MendedTokenizer: Any) -> None:
         token = judge.decode_bytes([number])
         spelled = mended.spelled.get(number)
         assert spelled == token, (
-            f"trained on {text[:52]!r}..., id {number} is {spelled}, with the package {token!r}: use"
+            f"trained on {text[:52]!r}..., id {number} is {spelled}, with the package"
+            f" {token!r}: use"
             " GPT-2's pattern in train and in encode"
         )
     for sample in (
@@ -626,7 +649,8 @@ def check_decode(answers: Answers) -> None:
                 f"decode returned {type(back).__name__}, expected a str: does it return its result?"
             )
             assert "\ufffd" not in back, (
-                f"the ids of {sample!r} are decoded to {back!r}: one id may hold a part of a character,"
+                f"the ids of {sample!r} are decoded to {back!r}: one id may hold a part of a"
+                " character,"
                 " so join all bytes first, and decode then"
             )
             assert back == sample, (
@@ -636,7 +660,8 @@ def check_decode(answers: Answers) -> None:
         with case("two of the three bytes of 深, which alone are no text"):
             back = bare.decode(judge.encode_bytes(b"a\xe6\xb7"))
         assert back == "a\ufffd", (
-            f"the ids of b'a' and of two of the three bytes of 深 are decoded to {back!r}: unreadable"
+            f"the ids of b'a' and of two of the three bytes of 深 are decoded to {back!r}:"
+            " unreadable"
             " bytes become U+FFFD, as in the package"
         )
 
@@ -659,11 +684,13 @@ def check_file(answers: Answers) -> None:
             f"encode gives {before} before anything was saved: ids are whole numbers"
         )
         assert not any(isinstance(i, str) for i in after), (
-            f"the ids were {before}, and after loading they are {after}: keys of a JSON object are text"
+            f"the ids were {before}, and after loading they are {after}: keys of a JSON"
+            " object are text"
         )
         assert after == before, f"the ids were {before}, and after loading they are {after}"
         assert not any(isinstance(key, str) for key in loaded.spelled), (
-            "after loading the keys of `spelled` are text, so decode cannot find the id 257: keys of a"
+            "after loading the keys of `spelled` are text, so decode cannot find the id 257:"
+            " keys of a"
             " JSON object are text"
         )
         assert loaded.decode(before) == "abababb", (
@@ -690,7 +717,8 @@ def check_evaluate(answers: Answers) -> None:
             f"evaluate returned {type(found).__name__}, expected a number"
         )
         assert abs(found - 1) > 1e-9, (
-            "evaluate finds 1 byte per token, as if no merge had been learned, or none fits: does train"
+            "evaluate finds 1 byte per token, as if no merge had been learned, or none fits:"
+            " does train"
             " give count_words a list of texts, [text], and is the last tenth measured?"
         )
         assert abs(found - ratio(one_word, one_word[cut:], 99)) > 1e-9, (
@@ -1020,7 +1048,8 @@ def check_stream_until(stream_until: Answer) -> None:
         half = judge.encode_bytes("a深".encode()[:-1])
         found, at_each, _ = streamed(stream_until, judge, half, "###")
         assert found != "a", (
-            "the ids end with two of the three bytes of a character, and your stream drops them: what"
+            "the ids end with two of the three bytes of a character, and your stream drops"
+            " them: what"
             " does `decode` make of them?"
         )
         assert found == judge.decode(half), (

@@ -205,7 +205,7 @@ def show_reach(by_temperature: Mapping[float, Reach], others: Mapping[str, Reach
     differ = [found.difference for found in by_temperature.values()]
     left.plot(temperatures, far, "o-", color="tab:blue")
     left.set_xlabel("temperature")
-    left.set_ylabel("characters until impossible", color="tab:blue")
+    left.set_ylabel("characters before a slip", color="tab:blue")
     other = left.twinx()
     other.plot(temperatures, differ, "s--", color="tab:orange")
     other.set_ylabel("difference of the texts", color="tab:orange")
@@ -216,10 +216,10 @@ def show_reach(by_temperature: Mapping[float, Reach], others: Mapping[str, Reach
     for (name, found), marker in zip(others.items(), "^Dv*", strict=False):
         right.plot(found.difference, found.characters, marker, markersize=9, label=name)
     right.set_xlabel("difference of the texts")
-    right.set_ylabel("characters until impossible")
+    right.set_ylabel("characters before a slip")
     right.set_xlim(-0.05, 1.1)
     right.legend(fontsize=8)
-    fig.suptitle("A story can be safe or surprising; the rules decide how the two are traded")
+    fig.suptitle("A story can be safe or surprising; the rules trade one for the other")
     fig.tight_layout()
     plt.show()
 
