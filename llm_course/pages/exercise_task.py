@@ -20,6 +20,7 @@ from llm_course.training.config import Config, OptimizationConfig
 from llm_course.training.task import RegressionTask, StepOutput
 
 Answer = Callable[..., Any]
+Numbers = dict[str, tuple[float, dict[float, str]]]
 Batch = dict[str, Tensor]
 F64 = torch.float64
 
@@ -61,9 +62,8 @@ LISTS: dict[str, tuple[list[float], str]] = {
 }
 
 
-def numbers_at(w: int) -> dict[str, tuple[float, dict[float, str]]]:
-    """The six numbers, each with likely slips; the targets are w - 1, w + 1 and w + 5."""
-    total = 3 * w + 5
+def step_numbers(w: int) -> Numbers:
+    """What a right engine computes in the step at `w`, each with likely slips."""
     return {
         "loss_of_step": (
             27 / 3,
@@ -86,6 +86,13 @@ def numbers_at(w: int) -> dict[str, tuple[float, dict[float, str]]]:
                 -5 / 3: "the derivative of a square has a factor 2",
             },
         ),
+    }
+
+
+def numbers_at(w: int) -> Numbers:
+    """The six numbers, each with likely slips; the targets are w - 1, w + 1 and w + 5."""
+    total = 3 * w + 5
+    return step_numbers(w) | {
         "mean_of_means": (
             (1 + 25) / 2,
             {
