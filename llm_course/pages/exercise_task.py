@@ -458,11 +458,15 @@ def check_step(
 ) -> None:
     """One step against the SVD's orthogonal matrix; what isn't given is left to its default."""
     settings = {"lr": 0.1, "momentum": 0.95, "weight_decay": 0.1} | given
-    lr, mu, decay = settings["lr"], settings["momentum"], settings["weight_decay"]
+    lr = settings["lr"]
+    mu = settings["momentum"]
+    decay = settings["weight_decay"]
     gradient = _stack_of(values, shape, seed)
     p = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
     buffer = _stack_of(values, shape, seed + 9) * (0.1 if buffered else 0.0)
-    moved, kept, same = p.clone(), buffer.clone(), gradient.clone()
+    moved = p.clone()
+    kept = buffer.clone()
+    same = gradient.clone()
     state = "of earlier steps" if buffered else "of zeros"
     with case(f"muon_step, p of shape {tuple(shape)}, {settings}, a buffer {state}"):
         with _products_only():
