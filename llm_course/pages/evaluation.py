@@ -41,7 +41,9 @@ def _bars(axes: Axes, rows: Mapping[str, Interval], marks: Sequence[float]) -> N
     for place, one in enumerate(rows.values()):
         axes.plot([one.low, one.high], [place, place], color="#3b82f6", linewidth=3)
         axes.plot(one.value, place, "o", color="#3b82f6")
-    axes.plot(marks, range(len(rows)), "|", color="#d0562f", markersize=16, markeredgewidth=2)
+    if marks:
+        places = range(len(rows))
+        axes.plot(marks, places, "|", color="#d0562f", markersize=16, markeredgewidth=2)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, 1)
     axes.invert_yaxis()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_lists, check_sizes
+from ..checks import check_lists
 from ..model.decoder import DecoderModel
 from ..model.generation import evaluating
 from ..text.tokenization import BaseTokenizer
