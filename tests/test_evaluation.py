@@ -152,7 +152,7 @@ def test_groups_are_drawn_together():
     ("arguments", "message"),
     [
         (([],), "0 values in 0 group"),
-        (([1.0],), "at least two groups"),
+        (([1.0],), "needs two groups at least"),
         (([1.0, 0.0], [1.0]), "one of each for every question"),
     ],
 )

@@ -103,13 +103,13 @@ def show_race(first: Result, second: Result, *, num: int, seed: int) -> None:
     print(f"{num} questions: {verdict}; they differ on {both.disagree:.0%}")
 
 
-def coverage(*, copies: int, grouped: bool, trials: int = 300, seed: int = 0) -> float:
+def coverage(*, copies: int, grouped: bool, trials: int = 200, seed: int = 0) -> float:
     """How often a 95% interval holds the truth, if each of 40 questions is asked `copies` times."""
     rng = np.random.default_rng(seed)
     hits = 0
     for trial in range(trials):
         marks = np.repeat(rng.random(40) < 0.7, copies).astype(float).tolist()
         groups = [i // copies for i in range(len(marks))] if grouped else None
-        one = bootstrap(marks, groups=groups, resamples=300, seed=trial)
+        one = bootstrap(marks, groups=groups, resamples=200, seed=trial)
         hits += one.low <= 0.7 <= one.high
     return hits / trials

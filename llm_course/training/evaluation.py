@@ -70,7 +70,7 @@ def _group_sums(
     _, places = np.unique(np.asarray(groups), return_inverse=True)
     if num == 0 or places.max() == 0:
         raise ValueError(
-            f"{num} values in {min(num, 1)} group: an interval needs at least two groups to draw from"
+            f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
         )
     return np.stack([np.bincount(places, weights=np.asarray(c, float)) for c in columns], axis=1)
 
