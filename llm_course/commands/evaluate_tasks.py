@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", help="an evaluation.json of another model, same questions")
     return parser
 
-
+# %% ../../nbs/21e_evaluate_tasks.ipynb #b21ecmd
 def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course evaluate`: without --tasks the validation loss of a run, as in chapter 19.
 
@@ -107,7 +107,7 @@ def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
     print(f"written to {output}")
     return 0
 
-
+# %% ../../nbs/21e_evaluate_tasks.ipynb #b21eout
 def _output(options: argparse.Namespace, place: Path) -> Path:
     """Where the report goes; ValueError where a model that is no run has no folder for it."""
     if options.output is not None:

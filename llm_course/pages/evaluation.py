@@ -46,7 +46,7 @@ def _bars(axes: Axes, rows: Mapping[str, Interval], marks: Sequence[float]) -> N
         axes.plot(marks, places, "|", color="#d0562f", markersize=16, markeredgewidth=2)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_xlim(0, 1)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
 
 
 def show_tasks(results: Mapping[str, Result]) -> None:

@@ -150,7 +150,7 @@ def _batches(
         batch.append(index)
     yield batch
 
-
+# %% ../../nbs/21b_scoring.ipynb #b21bscore
 def _score_batch(model: DecoderModel, rows: Sequence[Row], cache: SharedPrefix) -> list[Score]:
     """Score rows that begin with the prefix in `cache`."""
     device = next(model.parameters()).device
