@@ -161,6 +161,14 @@ def show_run(evidence: Evidence, title: str = "") -> None:
     plt.show()
 
 
+def explain(mistake: str) -> None:
+    """Show a recorded run, and what the diagnosis makes of it."""
+    evidence = load_faults()[mistake].evidence
+    show_run(evidence, mistake)
+    for cause in diagnose(evidence).causes:
+        print(f"{cause.kind}: {cause.evidence}. {cause.advice}")
+
+
 def compare_runs(names: Sequence[str]) -> None:
     """The validation losses of recorded runs in one picture."""
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
