@@ -1,6 +1,7 @@
 """What the pages of chapter 10 draw and measure: the stories of the storyteller above all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
 from llm_course.model.sampling import token_probabilities
@@ -118,6 +120,81 @@ def reach(
     told = tell(model, tokenizer, prompt, tokens=tokens, texts=texts, seed=seed, **options)
     new = [first_impossible(text, prompt) - len(prompt) for text in told]
     return Reach(sum(new) / len(new), difference([text[len(prompt) :] for text in told]))
+
+
+# ------------------------------------------------------------------------- what the model is given
+
+
+@contextmanager
+def recorded_positions(model: DecoderModel) -> Iterator[list[Tensor]]:
+    """Note the positions that each call of the model inside the block is given."""
+    calls: list[Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.append(options["position_ids"])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def padding_counted(model: DecoderModel, attention_mask: Tensor) -> Iterator[None]:
+    """Plant a mistake: inside the block, positions count a row's padding as well as its tokens."""
+    padding = (attention_mask == 0).sum(dim=1, keepdim=True)  # (B, 1)
+
+    def shift(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return args, options | {"position_ids": options["position_ids"] + padding}
+
+    hook = model.register_forward_pre_hook(shift, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def untrained_model(**changes: Any) -> DecoderModel:
+    """A tiny model with large random weights: each token depends on everything that it reads."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.5,
+    }
+    return DecoderModel(ModelConfig(**sizes | changes)).eval().requires_grad_(False)
+
+
+def llama_pair() -> tuple[Any, DecoderModel]:
+    """Hugging Face's Llama with random weights, and ours with the same ones."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = untrained_model(vocab_size=40, max_position_embeddings=64)
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": ours.config.rms_norm_eps,
+        "tie_word_embeddings": False,
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    theirs.generation_config.eos_token_id = None
+    theirs.generation_config.pad_token_id = 0
+    state = {
+        name if name.startswith("lm_head") else f"model.{name.removeprefix('embedding.')}": weight
+        for name, weight in ours.state_dict().items()
+    }
+    theirs.load_state_dict(state)
+    return theirs, ours
 
 
 # -------------------------------------------------------------------------------------- pictures
@@ -282,7 +359,9 @@ def show_shares(shares: Mapping[str, float], ylabel: str, title: str) -> None:
     """One bar for each way of doing something: the first is the right one."""
     plt.figure(figsize=(6, 2.3))
     colors = ["tab:blue"] + ["tab:orange"] * (len(shares) - 1)
-    plt.bar(list(shares), list(shares.values()), color=colors)
+    bars = plt.bar(list(shares), list(shares.values()), color=colors)
+    plt.bar_label(bars, fmt="%.2f", fontsize=9)
+    plt.margins(y=0.12)
     plt.ylabel(ylabel)
     plt.title(title)
     plt.show()
