@@ -78,7 +78,7 @@ def show_shape(**shape: int) -> None:
     plt.barh(list(counts), [n / 1e6 for n in counts.values()], color=list(PARTS.values()))
     plt.gca().invert_yaxis()
     plt.xlabel("million parameters")
-    plt.xlim(0, 100)
+    plt.xlim(0, max(60, 1.1 * max(counts.values()) / 1e6))
     total = sum(counts.values())
     D = config.resolved_head_dim
     plt.title(
