@@ -82,7 +82,7 @@ class ToyCache:
     """The cache of chapter 5: it keeps all keys and values."""
 
     def __init__(self) -> None:
-        self.kept = {}
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer_index: int, k: Any, v: Any) -> Any:
         old_k, old_v = self.kept.get(layer_index, (k[:, :, :0], v[:, :, :0]))
