@@ -6,6 +6,7 @@ of evidence is also trained anew, with a model of a few steps.
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from llm_course.training.bands import Band, find_band, load_bands
 from llm_course.training.diagnosis import diagnose, read_evidence
 from llm_course.training.run import train_worker
 from llm_course.training.sources import read_config
-from tests.faults import FAULTS, small_config, train_with
+from tests.faults import FAULTS, exchange_tokenizer, small_config, train_with
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = load_faults()
@@ -100,23 +101,29 @@ def test_a_fault_is_named_without_a_band(name, tmp_path):
     assert named(train_with(FAULTS[name], quick(tmp_path))) == FAULTS[name].cause
 
 
-def test_a_healthy_run_without_a_band_is_normal_and_its_report_says_so(tmp_path, capsys):
-    train_worker(quick(tmp_path))
-    assert check_run_command([str(tmp_path)]) == 0
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    train_worker(quick(folder))
+    return folder
+
+
+def test_a_healthy_run_without_a_band_is_normal_and_its_report_says_so(healthy, capsys):
+    assert check_run_command([str(healthy), "--speed"]) == 0
     printed = capsys.readouterr().out
     assert "none for this task" in printed and "nothing unusual" in printed
+    assert "for one process on this machine" in printed
 
 
-def test_the_command_says_what_is_unusual_and_returns_1(tmp_path, capsys):
-    train_with(FAULTS["another tokenizer"], quick(tmp_path))
+def test_the_command_says_what_is_unusual_and_returns_1(healthy, tmp_path, capsys):
+    shutil.copytree(healthy, tmp_path, dirs_exist_ok=True)
+    exchange_tokenizer(tmp_path)
     assert check_run_command([str(tmp_path)]) == 1
     assert "likely       tokenizer" in capsys.readouterr().out
 
 
-def test_an_unfinished_run_can_be_checked(tmp_path):
-    config = quick(tmp_path)
-    train_worker(config)
-    evidence = read_evidence(tmp_path)
+def test_an_unfinished_run_can_be_checked(healthy):
+    evidence = read_evidence(healthy)
     begun = dataclasses.replace(evidence, rows=evidence.rows[:2], weights=None)
     assert diagnose(begun).is_normal
     assert any("none that this model can load" in line for line in report(begun, diagnose(begun)))

@@ -64,6 +64,16 @@ def first_impossible(text: str, prompt: str = "") -> int:
     return len(text)
 
 
+def fault_in(text: str) -> str:
+    """Why the story can't go on at its `>>>`, in brackets; "" if nothing in it is impossible."""
+    try:
+        read_story(text, "easy")
+    except Impossible as fault:
+        why = fault.why or f"a story would say {fault.expected[0].strip()!r} here, or the like"
+        return f"[{why}]"
+    return ""
+
+
 def marked(text: str, prompt: str = "") -> str:
     """The text on lines of equal width, with `>>>` where it first says something impossible."""
     place = first_impossible(text, prompt)
@@ -139,6 +149,31 @@ def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tens
         return model(ids, logits_to_keep=1).logits[:, -1]
 
 
+def hugging_faces_chain(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+) -> Tensor:
+    """What Hugging Face's rules leave of the logits (B, V) after the texts `ids` (B, T)."""
+    from transformers.generation import logits_process as rules
+
+    chain: tuple[Any, ...] = (
+        rules.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        rules.TemperatureLogitsWarper(temperature),
+        rules.TopKLogitsWarper(top_k),
+        rules.TopPLogitsWarper(top_p),
+        rules.MinPLogitsWarper(min_p),
+    )
+    for rule in chain:
+        logits = rule(ids, logits)
+    return logits.softmax(-1)
+
+
 def draw_candidates(
     ax: Axes, tokenizer: BPETokenizer, probabilities: Tensor, before: Tensor, bars: int = 10
 ) -> None:
@@ -169,9 +204,9 @@ def show_next(
     (text,) = tell(model, tokenizer, prompt, tokens=tokens, seed=seed, **options)
     fig, ax = plt.subplots(figsize=(7, 4.6))
     draw_candidates(ax, tokenizer, left, logits[0].softmax(-1))
-    ax.set_title(
-        f"{int((left > 0).sum())} tokens may follow (outlined: without any rule)", fontsize=10
-    )
+    count = int((left > 0).sum())
+    may_follow = "1 token may follow" if count == 1 else f"{count} tokens may follow"
+    ax.set_title(f"{may_follow} (outlined: without any rule)", fontsize=10)
     fig.subplots_adjust(bottom=0.34, left=0.16, top=0.92)
     fig.text(0.02, 0.2, marked(text, prompt), fontsize=8.5, family="monospace", va="top")
     plt.show()
@@ -197,30 +232,27 @@ def show_rules(
     return counts
 
 
-def show_reach(by_temperature: Mapping[float, Reach], others: Mapping[str, Reach]) -> None:
-    """How far stories get and how much they differ, over temperature and against each other."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+def show_reach(
+    by_temperature: Mapping[float, Reach], others: Mapping[float, tuple[str, Reach]]
+) -> None:
+    """How far stories get and how much they differ, over temperature; `others` with their rule."""
+    _, left = plt.subplots(figsize=(6.5, 3.2))
+    right = left.twinx()
     temperatures = list(by_temperature)
     far = [found.characters for found in by_temperature.values()]
     differ = [found.difference for found in by_temperature.values()]
     left.plot(temperatures, far, "o-", color="tab:blue")
+    right.plot(temperatures, differ, "s--", color="tab:orange")
+    for (t, (name, found)), marker in zip(others.items(), "^*", strict=False):
+        left.plot(t, found.characters, marker, color="tab:blue", markersize=10, label=name)
+        right.plot(t, found.difference, marker, color="tab:orange", markersize=10)
     left.set_xlabel("temperature")
     left.set_ylabel("characters before a slip", color="tab:blue")
-    other = left.twinx()
-    other.plot(temperatures, differ, "s--", color="tab:orange")
-    other.set_ylabel("difference of the texts", color="tab:orange")
-    other.set_ylim(-0.03, 1.03)
-    right.plot(differ, far, "o-", color="tab:gray")
-    for t, x, y in zip(temperatures, differ, far, strict=True):
-        right.annotate(f"{t:g}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
-    for (name, found), marker in zip(others.items(), "^Dv*", strict=False):
-        right.plot(found.difference, found.characters, marker, markersize=9, label=name)
-    right.set_xlabel("difference of the texts")
-    right.set_ylabel("characters before a slip")
-    right.set_xlim(-0.05, 1.1)
-    right.legend(fontsize=8)
-    fig.suptitle("A story can be safe or surprising; the rules trade one for the other")
-    fig.tight_layout()
+    left.set_ylim(bottom=0)
+    right.set_ylabel("difference of the texts", color="tab:orange")
+    right.set_ylim(-0.03, 1.05)
+    left.legend(fontsize=8, loc="lower center")
+    left.set_title("Hotter stories differ more and break sooner")
     plt.show()
 
 
