@@ -28,8 +28,9 @@ from llm_course.training.config import (
     OptimizationConfig,
     TrainingConfig,
 )
-from llm_course.training.distributed import DistributedManager, launch
+from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import Callback, TrainingEngine
+from llm_course.training.launch import launch
 from llm_course.training.monitoring import PerformanceMonitor, RandomTokens
 from llm_course.training.task import LanguageModelingTask
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from benchmarks.measure import Row
 from benchmarks.models import BATCH, SMALL, batch_of, loss_on, ours
-from llm_course.training.distributed import launch
+from llm_course.training.launch import launch
 from llm_course.training.monitoring import peak_memory_bytes
 
 VOCAB = 32_768

@@ -21,8 +21,9 @@ from llm_course.training import distributed
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
 from llm_course.training.config import Config, DistributedConfig, ModelConfig, TrainingConfig
-from llm_course.training.distributed import DistributedManager, launch
+from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
+from llm_course.training.launch import launch
 from llm_course.training.train import train_worker
 
 pytestmark = pytest.mark.skipif(

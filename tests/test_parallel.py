@@ -22,7 +22,7 @@ from llm_course.training.config import (
     OptimizationConfig,
     TrainingConfig,
 )
-from llm_course.training.distributed import launch
+from llm_course.training.launch import launch
 from llm_course.training.parallel import (
     check_division,
     held_parameters,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_numbers
-from .attention_options import AttentionBase, AttentionOptions, newest_keys
+from .attention_options import AttentionBase, AttentionOptions
 from llm_course.model.attention_weights import (
     check_attention,
     check_scale,
@@ -129,8 +129,6 @@ class MultiHeadAttention(AttentionBase):
         q, k, v = self.project(x, position_embeddings)
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
-            mask = newest_keys(mask, new=q.shape[2], cached=k.shape[2])
-        check_attention(q, k, v, mask)
-        mask, is_causal = self.add_window(mask, q, k)
-        y = _attend(q, k, v, mask, is_causal, **self.score_options())  # (B, H, T, D)
+        arguments = self.attention_arguments(q, k, v, mask, cached=cache is not None)
+        y = _attend(q, k, v, **arguments)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)

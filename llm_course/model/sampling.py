@@ -12,7 +12,6 @@ from numbers import Integral
 from typing import TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import check_dtype, check_numbers, check_shape, in_range
@@ -112,10 +111,9 @@ class Filters(TypedDict, total=False):
 
 def _penalized(
     logits: Tensor, seen: Tensor | None, repetition_penalty: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits (B, V) in float32 after the penalty, and each row's largest with its index (B, 1).
-
-    Among equal logits, the first counts as the largest.
+) -> tuple[Tensor, Tensor]:
+    """The logits (B, V) in float32 after the penalty, shifted so that each row's largest is 0, and
+    the index of the largest (B, 1). Among equal logits, the first counts as the largest.
     """
     _check_logits(logits)
     if logits.ndim != 2:
@@ -136,7 +134,21 @@ def _penalized(
             "a row of logits holds NaN or +inf, or nothing but -inf: did the model diverge, or does"
             " a mask hide everything?"
         )
-    return logits, best, index
+    return logits - best, index
+
+
+def _bounded(temperature: float) -> float:
+    """The temperature, or the nearest bound beyond which float32 would compute 0 / 0."""
+    return min(max(temperature, 1e-30), 1e30)
+
+
+def _check_generator(generator: torch.Generator | None, logits: Tensor) -> None:
+    """ValueError unless the generator, if there is one, is on the device of the logits."""
+    if generator is not None and generator.device.type != logits.device.type:
+        raise ValueError(
+            f"the generator is on {generator.device}, the logits are on {logits.device}: make it"
+            " with torch.Generator(logits.device)"
+        )
 
 # %% ../../nbs/10b_sampling.ipynb #1dbad57a
 def token_probabilities(
@@ -164,11 +176,10 @@ def token_probabilities(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    logits, best, index = _penalized(logits, seen, repetition_penalty)
+    logits, best = _penalized(logits, seen, repetition_penalty)
     if temperature == 0:
-        return F.one_hot(index[:, 0], logits.shape[-1]).float()
-    # beyond these bounds, float32 would compute 0 / 0
-    logits = (logits - best) / min(max(temperature, 1e-30), 1e30)
+        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+    logits = logits / _bounded(temperature)
     if top_k is not None:
         logits = keep_top_k(logits, top_k)
     if top_p is not None:
@@ -191,14 +202,8 @@ def sample(
     Options and errors are those of `token_probabilities`. A `generator`, which must be on the
     logits' device, makes the choice reproducible.
     """
-    if generator is not None and generator.device.type != logits.device.type:
-        raise ValueError(
-            f"the generator is on {generator.device}, the logits are on {logits.device}: make it"
-            " with torch.Generator(logits.device)"
-        )
-    if temperature == 0:  # the best token is enough, and no distribution is needed
-        check_sampling(**filters)
-        _, _, index = _penalized(logits, seen, filters.get("repetition_penalty", 1.0))
-        return index.squeeze(1)
+    _check_generator(generator, logits)
     probabilities = token_probabilities(logits, temperature=temperature, seen=seen, **filters)
+    if temperature == 0:
+        return probabilities.argmax(dim=-1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

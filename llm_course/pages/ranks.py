@@ -1,5 +1,6 @@
 """Processes that stay and answer a page's questions, since to start one takes seconds."""
 
+import ast
 import linecache
 import multiprocessing as mp
 import os
@@ -18,10 +19,13 @@ from llm_course.training.distributed import DistributedManager
 
 
 def cell_of(thing: Callable[..., Any]) -> str:
-    """The text of the cell that defines a function or a class, down to a line `# here`."""
+    """The functions and classes of the cell that defines this one."""
     methods = [thing] if hasattr(thing, "__code__") else vars(thing).values()
-    code = next(method.__code__ for method in methods if hasattr(method, "__code__"))
-    return "".join(linecache.getlines(code.co_filename)).split("# here\n")[0]
+    functions = (getattr(method, "__func__", method) for method in methods)  # of a staticmethod
+    code = next(function.__code__ for function in functions if hasattr(function, "__code__"))
+    cell = ast.parse("".join(linecache.getlines(code.co_filename)))
+    made = (node for node in cell.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return "\n\n".join(map(ast.unparse, made))
 
 
 class Ranks:
@@ -33,7 +37,8 @@ class Ranks:
             port = free.getsockname()[1]
         start: Any = mp.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":  # PyTorch is imported once, and copied
-            start.set_forkserver_preload([__name__, "llm_course.training.parallel"])
+            preload = [__name__, "llm_course.training.parallel", "llm_course.pages.shares"]
+            start.set_forkserver_preload(preload)
         self.pipes: list[Any] = []
         self.processes = []
         for rank in range(world_size):
@@ -48,10 +53,13 @@ class Ranks:
     def ask(self, *things: Callable[..., Any], **settings: Any) -> list[Any]:
         """What the last of `things` returns in each process, called with its runtime and settings.
 
-        The cells that define `things` are sent before, and stay. The first error is raised.
+        Before, the functions and classes of the cells that define `things` are sent, and stay. A
+        function of a module needs no sending. The first error is raised.
         """
+        cells = [cell_of(thing) for thing in things if thing.__module__ == "__main__"]
+        asked = things[-1].__name__ if things[-1].__module__ == "__main__" else things[-1]
         for pipe in self.pipes:
-            pipe.send((list(map(cell_of, things)), things[-1].__name__, settings))
+            pipe.send((cells, asked, settings))
         answers: dict[Any, Any] = {}
         while len(answers) < len(self.pipes):
             ready: list[Any] = connection.wait(set(self.pipes) - set(answers), timeout=100)
@@ -83,11 +91,12 @@ def _serve(
     config = DistributedConfig(timeout=100.0)
     with DistributedManager(config, device="cpu") as runtime, suppress(EOFError):
         while True:
-            cells, name, settings = pipe.recv()
+            cells, asked, settings = pipe.recv()
             try:
                 for cell in cells:
                     exec(cell, names)
-                answer = names[name](runtime, **settings)
+                function = names[asked] if isinstance(asked, str) else asked
+                answer = function(runtime, **settings)
             except Exception as error:
                 answer = error
             pipe.send_bytes(pickle.dumps(answer))

@@ -50,8 +50,8 @@ from llm_course.training.checkpointing import (
     load_checkpoint,
 )
 from .config import Config
-from .distributed import launch
 from .engine import Callback, TrainingEngine, validation_metrics
+from .launch import launch
 from .logging import Logger
 from .monitoring import PerformanceMonitor
 from .parallel import build_manager, check_division, held_parameters

@@ -65,7 +65,7 @@ class GradientWindow:
 
     forward: ForwardPass
     model: nn.Module
-    train_model: nn.Module  # the same model, as compile and the runtime have wrapped it
+    train_model: nn.Module  # the same model, as wrapped by compile and the runtime
     runtime: Runtime
     max_norm: float
     on_batch: Callable[[int, StepOutput], None] | None = None  # called after each micro-batch
