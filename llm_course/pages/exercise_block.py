@@ -1171,19 +1171,8 @@ def check_promises(answers: Any, T: int = 6, m: float = 1.0, **options: Any) -> 
         assert ok, (
             "the statistics of the experts are not handed on, or not those of the MoE for norm(x)"
         )
-    cache = ToyCache()
-    pieces = []
-    end = 0
-    for size in (T - 2, 1, 1):
-        start = end
-        end = end + size
-        positions = tuple(part[:, start:end] for part in turn)
-        pieces.append(
-            call_parallel(ours, x[:, start:end], position_embeddings=positions, cache=cache)[0]
-        )
-    assert cache.kept, "nothing was written into the cache: hand it on to attention"
     whole = call_parallel(ours, x, position_embeddings=turn)[0]
-    expect(torch.cat(pieces, 1), whole, "with a cache, in pieces, the output is not that of one go")
+    check_pieces(call_parallel, ours, x, turn, whole)
     changed = x.clone()
     changed[:, -1] += 1
     assert same(call_parallel(ours, changed)[0][:, :-1], call_parallel(ours, x)[0][:, :-1]), (
