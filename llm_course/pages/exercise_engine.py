@@ -298,36 +298,34 @@ def check_epoch(
         )
 
 
-def task3_steps(train_epoch: Answer) -> None:
-    """Rows and weights of epochs, against PyTorch by hand."""
+def _check_steps_and_rates(train_epoch: Answer) -> None:
+    """Equal windows: one step in each, from its own gradient, at the rate of the schedule."""
     check_epoch(
         train_epoch,
         [3, 3],
         "two micro-batches of equal size, one step. The loss of a row is that of the whole window,"
-        " the"
-        " gradient is divided once",
+        " the gradient is divided once",
     )
-
     check_epoch(
         train_epoch, [3, 3, 3, 3], "is the gradient of the first window still there in the second?"
     )
-
     check_epoch(
         train_epoch,
         [3] * 6,
         "the schedule moves once for each optimizer step, after it, and the row holds the rate"
-        " that the"
-        " step used",
+        " that the step used",
         factor=lambda step: 1 / (1 + step),
     )
 
+
+def _check_what_a_window_holds(train_epoch: Answer) -> None:
+    """Its own targets, however many they are, and no gradient from before."""
     check_epoch(
         train_epoch,
         [1, 6, 5, 2],
         "the counts are unequal: add up losses of all targets (reduction='sum'), count the targets,"
         " divide once",
     )
-
     check_epoch(
         train_epoch,
         [3, 3],
@@ -335,7 +333,6 @@ def task3_steps(train_epoch: Answer) -> None:
         " zero",
         stale=7.0,
     )
-
     check_epoch(
         train_epoch,
         [3, 3, 3],
@@ -343,6 +340,11 @@ def task3_steps(train_epoch: Answer) -> None:
         " targets",
     )
 
+
+def task3_steps(train_epoch: Answer) -> None:
+    """Rows and weights of epochs, against PyTorch by hand."""
+    _check_steps_and_rates(train_epoch)
+    _check_what_a_window_holds(train_epoch)
     check_epoch(
         train_epoch,
         [4, 4, 4, 4],
@@ -957,63 +959,67 @@ def pytorch_scales(pattern: Any, scale: Any, interval: Any) -> Any:
     return found
 
 
-def _task5_scale_1(Scaler: Any) -> None:
-    with case("Task 5, the scale"):
-        pattern = [True] * 9
-        found = scales_of(Scaler(64.0, 4), pattern)
-        right = pytorch_scales(pattern, 64.0, 4)
-        assert found == right, (
-            f"nine finite steps with growth_interval 4 give the scales {found}, expected {right}:"
-            " double after step 4, and start counting again"
-        )
-        pattern = [False, False, True]
-        found = scales_of(Scaler(64.0, 4), pattern)
-        right = pytorch_scales(pattern, 64.0, 4)
-        assert found == right, (
-            f"two overflows and a finite step give the scales {found}, expected {right}: halve at"
-            " each"
-            " overflow"
-        )
-        found = scales_of(Scaler(1.0, 4), [False, False])
-        assert found == [0.5, 0.25], (
-            f"two overflows at the scale 1 give the scales {found}, expected [0.5, 0.25]: it may"
-            " fall"
-            " below 1"
-        )
-        pattern = [True, True, True, False, True, True, True, True, True]
-        found = scales_of(Scaler(64.0, 4), pattern)
-        right = pytorch_scales(pattern, 64.0, 4)
-        assert found == right, (
-            f"an overflow in the fourth step gives the scales {found}, expected {right}: the finite"
-            " steps must come in a row"
-        )
-        first = Scaler(64.0, 4)
-        second = Scaler(2.0, 4)
-        scales_of(first, [False, True, True, True])
-        state = first.state_dict()
-        assert isinstance(state, dict), (
-            f"state_dict returns {type(state).__name__}, expected a dictionary"
-        )
-        try:
-            state = json.loads(json.dumps(state))
-        except (TypeError, ValueError) as error:
-            raise AssertionError(f"state_dict holds what JSON cannot: {error}") from None
-        second.load_state_dict(state)
-        assert second.scale == 32.0, (
-            f"a scaler that is loaded has the scale {second.scale}, and was saved with 32.0"
-        )
-        found = scales_of(second, [True, True])
-        right = scales_of(first, [True, True])
-        assert found == right, (
-            f"saved after three finite steps, the scaler goes on with {found}; the one that was not"
-            f" stopped with {right}: what else is part of the state?"
-        )
-        print("Task 5, the scale: every test in this cell passed")
+def _check_scale_moves(Scaler: Any) -> None:
+    """Doubled after a row of finite steps, halved at each overflow."""
+    pattern = [True] * 9
+    found = scales_of(Scaler(64.0, 4), pattern)
+    right = pytorch_scales(pattern, 64.0, 4)
+    assert found == right, (
+        f"nine finite steps with growth_interval 4 give the scales {found}, expected {right}:"
+        " double after step 4, and start counting again"
+    )
+    pattern = [False, False, True]
+    found = scales_of(Scaler(64.0, 4), pattern)
+    right = pytorch_scales(pattern, 64.0, 4)
+    assert found == right, (
+        f"two overflows and a finite step give the scales {found}, expected {right}: halve at"
+        " each overflow"
+    )
+    found = scales_of(Scaler(1.0, 4), [False, False])
+    assert found == [0.5, 0.25], (
+        f"two overflows at the scale 1 give the scales {found}, expected [0.5, 0.25]: it may"
+        " fall below 1"
+    )
+    pattern = [True, True, True, False, True, True, True, True, True]
+    found = scales_of(Scaler(64.0, 4), pattern)
+    right = pytorch_scales(pattern, 64.0, 4)
+    assert found == right, (
+        f"an overflow in the fourth step gives the scales {found}, expected {right}: the finite"
+        " steps must come in a row"
+    )
+
+
+def _check_scale_resumes(Scaler: Any) -> None:
+    """Saved as JSON between two steps and loaded, the scaler goes on as if it had not stopped."""
+    first = Scaler(64.0, 4)
+    second = Scaler(2.0, 4)
+    scales_of(first, [False, True, True, True])
+    state = first.state_dict()
+    assert isinstance(state, dict), (
+        f"state_dict returns {type(state).__name__}, expected a dictionary"
+    )
+    try:
+        state = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"state_dict holds what JSON cannot: {error}") from None
+    second.load_state_dict(state)
+    assert second.scale == 32.0, (
+        f"a scaler that is loaded has the scale {second.scale}, and was saved with 32.0"
+    )
+    found = scales_of(second, [True, True])
+    right = scales_of(first, [True, True])
+    assert found == right, (
+        f"saved after three finite steps, the scaler goes on with {found}; the one that was not"
+        f" stopped with {right}: what else is part of the state?"
+    )
 
 
 def task5_scale(Scaler: Any) -> None:
     """The scale, beside PyTorch's."""
-    _task5_scale_1(Scaler)
+    with case("Task 5, the scale"):
+        _check_scale_moves(Scaler)
+        _check_scale_resumes(Scaler)
+        print("Task 5, the scale: every test in this cell passed")
 
 
 # ----------------------------------------------------------------------------- 6, to resume exactly

@@ -680,7 +680,8 @@ def check_overfits(
     assert found == expected, f"overfits gives {found}, expected {expected}: {message}"
 
 
-def _task5_overfits_1(overfits: Answer) -> None:
+def _check_three_runs(overfits: Answer) -> None:
+    """The runs of the table, whole."""
     with case("Task 5, overfits of the three runs"):
         check_overfits(
             overfits,
@@ -694,23 +695,22 @@ def _task5_overfits_1(overfits: Answer) -> None:
             example_runs()["B"],
             False,
             "in run B the training loss rises together with the validation loss; that is not"
-            " learning"
-            " by heart",
+            " learning by heart",
         )
         check_overfits(
             overfits, example_runs()["C"], False, "in run C the last measured row is the best one"
         )
 
 
-def _task5_overfits_2(overfits: Answer) -> None:
+def _check_validation_loss(overfits: Answer) -> None:
+    """Which validation losses count: the best one, and the last that was measured."""
     with case("Task 5, overfits of a few rows"):
         check_overfits(
             overfits,
             make_log(3.9, 3.8, 3.7, train=(3.0, 1.5, 0.5)),
             False,
             "the validation loss still falls, so every step made the model better, however large"
-            " the"
-            " gap to the training loss is",
+            " the gap to the training loss is",
         )
         check_overfits(
             overfits,
@@ -751,7 +751,8 @@ def _task5_overfits_2(overfits: Answer) -> None:
         )
 
 
-def _task5_overfits_3(overfits: Answer) -> None:
+def _check_training_loss(overfits: Answer) -> None:
+    """It must have fallen between the best row and the last one that was measured."""
     with case("Task 5, overfits of a few rows"):
         check_overfits(
             overfits,
@@ -765,8 +766,7 @@ def _task5_overfits_3(overfits: Answer) -> None:
             make_log(3.0, 4.0, 4.0, None, train=(2.0, 2.5, 2.4, 1.0)),
             False,
             "between the two measured rows the training loss has risen; the fall comes in a row"
-            " that"
-            " was not measured",
+            " that was not measured",
         )
         check_overfits(
             overfits,
@@ -780,8 +780,7 @@ def _task5_overfits_3(overfits: Answer) -> None:
             make_log(4.0, 3.0, 3.5, train=(1.0, 2.0, 1.5)),
             True,
             "since the best step the training loss has fallen, from 2.0 to 1.5; that it was 1.0"
-            " before"
-            " does not matter",
+            " before does not matter",
         )
         check_overfits(
             overfits,
@@ -789,29 +788,33 @@ def _task5_overfits_3(overfits: Answer) -> None:
             False,
             "the training loss is 2.0 at both steps: an equal one has not fallen",
         )
+
+
+def _check_margin(overfits: Answer) -> None:
+    """It is in nats, the same for a large and a small loss."""
+    with case("Task 5, overfits of a few rows"):
         check_overfits(
             overfits,
             make_log(8.0, 8.5),
             True,
             "8.0 to 8.5 is a rise of 0.5 nats, more than the margin: 0.1 is absolute, not a tenth"
-            " of"
-            " the loss",
+            " of the loss",
         )
         check_overfits(
             overfits,
             make_log(0.5, 0.58),
             False,
             "0.50 to 0.58 is a rise of 0.08 nats, within the margin: 0.1 is absolute, not a tenth"
-            " of"
-            " the loss",
+            " of the loss",
         )
 
 
 def task5_overfits(overfits: Answer) -> None:
     """Three runs, and short logs."""
-    _task5_overfits_1(overfits)
-    _task5_overfits_2(overfits)
-    _task5_overfits_3(overfits)
+    _check_three_runs(overfits)
+    _check_validation_loss(overfits)
+    _check_training_loss(overfits)
+    _check_margin(overfits)
 
 
 # ----------------------------------------------------------------------------------- 6, temperature
