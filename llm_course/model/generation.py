@@ -312,7 +312,7 @@ def generate(
     A row that has filled the model's `max_position_embeddings` continues from its newest half, read
     again from position 0. If a prompt is longer, only its newest tokens are read. With a compiled
     model (best with `dynamic=True`), the compiled form runs the steps and the original one reads
-    the prompts. The model is put into evaluation mode for each call and back afterwards. ValueError
+    the prompts. The model is put into evaluation mode for each call, then restored. ValueError
     if an argument is out of range, a prompt is empty or padded on the right, the mask holds floats,
     or rows may stop at different lengths and there is no `pad_token_id`.
     """

@@ -46,15 +46,15 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _load(expert_index: Tensor, num_experts: int) -> Tensor:
-    """How many choices fell on each expert: (E,), int64."""
-    chosen = expert_index.flatten()  # not bincount, the shape of whose result depends on the data
+    """Count the choices of each expert: (E,), int64."""
+    chosen = expert_index.flatten()  # not bincount: the shape of its result depends on the data
     return chosen.new_zeros(num_experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
 
 def load_balancing_loss(logits: Tensor, expert_index: Tensor) -> Tensor:
     """The balancing loss E * sum_i f_i P_i, a scalar in float32 at least.
 
-    f_i is the share of all choices that fell on expert i, P_i its mean probability. `logits` is
+    f_i is the share of all choices that went to expert i, P_i its mean probability. `logits` is
     (N, E), `expert_index` (N, top_k), int64. The loss is 1 if either is uniform, E / top_k at full
     collapse, and 0 without tokens; the gradient flows through P only. Hugging Face's function
     returns top_k times this value.
@@ -115,7 +115,7 @@ def choose_experts(
 
 # %% ../../nbs/07a_moe.ipynb #c7bias
 def bias_step(tokens_per_expert: Tensor, rate: float) -> Tensor:
-    """The change of each expert's bias (E,): + `rate` below the mean load, - `rate` above it.
+    """The change in each expert's bias (E,): + `rate` below the mean load, - `rate` above it.
 
     Raises ValueError for loads or a rate that are negative or not finite. Source: Wang et al. 2024,
     "Auxiliary-Loss-Free Load Balancing", algorithm 1.
@@ -318,7 +318,7 @@ class MoE(nn.Module):
     `forward(x)` maps (..., C) to (..., C) and returns `(y, RouterStats)`. No token is dropped.
     `intermediate_size` is the width of one expert, `shared_expert_intermediate_size` the width of
     an additional `MLP` that every token uses, or None for none; with `shared_expert_gate` its
-    output is multiplied by a sigmoid of the token (Qwen2-MoE). `use_glu` and `activation` are
+    output is multiplied by a learned sigmoid gate (Qwen2-MoE). `use_glu` and `activation` are
     options of `MLP`, `norm_topk_prob` of `Router`. The coefficients are the weights of
     `load_balancing_loss` and `router_z_loss`; 0 switches a loss off. `dropout` acts on the output,
     in training mode only.

@@ -35,7 +35,7 @@ def check_sampling(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
 ) -> None:
-    """ValueError for the first option of the sampler that is out of its range."""
+    """ValueError for the first sampling option that is out of range."""
     check_numbers("[0, inf)", hint="0 is greedy decoding", temperature=temperature)
     if top_k is not None and not (isinstance(top_k, Integral) and in_range(top_k, "[1, inf)")):
         raise ValueError(

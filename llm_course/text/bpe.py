@@ -55,8 +55,8 @@ def visible(token: bytes) -> str:
 
 
 # %% ../../nbs/01a_bpe.ipynb #4cd6238b
-# GPT-2's pattern: contractions; runs of letters, of digits and of other signs, each with the space
-# before it; and the remaining whitespace.
+# GPT-2's pattern: contractions; runs of letters, of digits and of other characters, each with the
+# space before it; and the remaining whitespace.
 GPT2_PATTERN = regex.compile(
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
@@ -64,7 +64,7 @@ GPT2_PATTERN = regex.compile(
 
 # %% ../../nbs/01a_bpe.ipynb #566a59b9
 def check_texts(texts: Any) -> None:
-    """ValueError for one text, which Python would take for the list of its characters."""
+    """Raise ValueError for a single string, which Python would treat as a list of characters."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(
             f"texts must be a list or iterator of strings, not one {type(texts).__name__}: [text]"
@@ -152,7 +152,7 @@ def apply_merges(word: bytes, merged: Mapping[tuple[int, int], int]) -> list[int
 
 # %% ../../nbs/01a_bpe.ipynb #911685bd
 def room_for_merges(vocab_size: int, special_tokens: Sequence[str]) -> int:
-    """Return how many merges fit into a vocabulary beside 256 bytes and the special tokens.
+    """Return how many merges fit into a vocabulary with the 256 bytes and the special tokens.
 
     ValueError if `vocab_size` has no room for those, or if the names of the special tokens are not
     a list of distinct strings of at least two characters.

@@ -102,7 +102,7 @@ def between_special_tokens(
 def chatml(
     messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool = False
 ) -> Iterator[tuple[str, bool]]:
-    """Lay out a conversation in ChatML: yield its texts, each with whether names in it are tokens.
+    """Lay out a conversation in ChatML: yield each part, and whether names in it are tokens.
 
     Each message has a `role` and a `content`; ValueError shows the first message that lacks one.
     With `add_generation_prompt` the assistant's turn is opened at the end.
@@ -280,8 +280,8 @@ class BaseTokenizer(SavedAsJSON):
 class WordCache(dict[str, list[int]]):
     """A cache of the ids that `encode` returns for each word.
 
-    It is emptied before it holds more than about `limit` bytes, so that a stream of ever new words,
-    or of long ones, doesn't fill the memory.
+    It is emptied before it holds more than about `limit` bytes, so that an endless stream of
+    new words, or of long ones, doesn't fill the memory.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], limit: int = 2**26):
@@ -307,7 +307,7 @@ class MergeTable:
     """The merges of a byte-level BPE and the token id of each symbol: words to ids, ids to bytes.
 
     `ids` lists the token ids of all symbols: the 256 bytes in GPT-2's order, then the result of
-    each merge. ValueError if there are more ids or fewer, or if a merge joins unknown symbols.
+    each merge. ValueError for too many or too few ids, or if a merge joins unknown symbols.
     """
 
     def __init__(self, merges: Sequence[tuple[int, int]], ids: Sequence[int]):
@@ -353,7 +353,7 @@ class MergeTable:
 
 # %% ../../nbs/01b_tokenization.ipynb #3cb95ab3
 def _byte_level(model: models.BPE, special_tokens: Iterable[str]) -> Tokenizer:
-    """Build a tokenizer of the library that splits text as GPT-2 does, and at `special_tokens`."""
+    """Build a library tokenizer that splits text as GPT-2 does, and at `special_tokens`."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -486,7 +486,7 @@ def _learn_with_library(
     min_frequency: int,
     progress: bool,
 ) -> Tokenizer:
-    """Train a byte-level tokenizer of the library on the text between special tokens."""
+    """Train one of the library's byte-level tokenizers on the text between special tokens."""
     room_for_merges(vocab_size, special_tokens)
     check_sizes(min_frequency=min_frequency)
     tokenizer = _byte_level(models.BPE(), ())
@@ -507,8 +507,8 @@ class BPETokenizer(BaseTokenizer):
     """Byte-level BPE on top of Hugging Face `tokenizers`: the tokenizer that training uses.
 
     It loads any byte-level `tokenizer.json` of that library. Create one with `train` or `load`.
-    Some published vocabularies lack a few bytes: text that needs one becomes the unknown token if
-    the file names one, and is a ValueError otherwise.
+    Some published vocabularies lack a few bytes: text that needs one of them becomes the unknown
+    token if the file defines it, and raises ValueError otherwise.
     Sources: Sennrich et al. 2016 (BPE); Radford et al. 2019 (bytes and the pattern).
     """
 
@@ -520,7 +520,7 @@ class BPETokenizer(BaseTokenizer):
         super().__init__(max(vocab.values()) + 1, {token.content: i for i, token in added})
         self._name_of_id = {i: name for name, i in self.special_tokens.items()}
         self._tokenizer = tokenizer
-        # encode names as ordinary text, in the library's words: `encode` has already split them off
+        # this makes the library treat names as ordinary text: `encode` has already split them off
         self._tokenizer.encode_special_tokens = True
         unknown = tokenizer.model.unk_token
         self._lost = bytes_lost(vocab) if unknown is None else frozenset()
@@ -562,7 +562,7 @@ class BPETokenizer(BaseTokenizer):
         return encoding.ids
 
     def _check_complete(self, text: str, tokens: Sequence[str]) -> None:
-        """ValueError where the library has dropped a byte of `text` that has no token."""
+        """Raise ValueError if the library has dropped a byte of `text` that has no token."""
         if "".join(tokens) != "".join(byte_pieces(self._tokenizer, text)):
             lost = next(c for c in text if not self._lost.isdisjoint(c.encode()))
             raise ValueError(
@@ -591,7 +591,7 @@ class SimpleCharacterTokenizer(BaseTokenizer):
     """One token for each character of a vocabulary.
 
     `<PAD>` has id 0. `<UNK>` has id 1, which every character outside the vocabulary gets.
-    `special_tokens` come next, then the characters. ValueError for a name that is there twice.
+    `special_tokens` come next, then the characters. ValueError for a duplicate name.
     """
 
     def __init__(self, characters: Iterable[str], *, special_tokens: Iterable[str] = ()):
@@ -642,9 +642,9 @@ class SimpleCharacterTokenizer(BaseTokenizer):
 
 # %% ../../nbs/01b_tokenization.ipynb #c2ldtok1
 def load_tokenizer(path: str | Path) -> BaseTokenizer:
-    """The tokenizer in a `tokenizer.json`, or in the folder that holds one, of whichever class.
+    """Load a tokenizer of any class from a `tokenizer.json`, or from the folder that holds one.
 
-    FileNotFoundError or ValueError where there is none.
+    FileNotFoundError or ValueError if there is none.
     """
     file = Path(path)
     if file.is_dir():

@@ -327,17 +327,6 @@ def _not_as_scheduled(e: Evidence) -> str | None:
 
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagrules_weights
-@_rule("frozen", "Check requires_grad, detach() and no_grad(), and what the optimizer was given.")
-def _frozen(e: Evidence) -> str | None:
-    if e.weights is None or not e.weights.frozen:
-        return None
-    names = e.weights.frozen
-    return (
-        f"{len(names)} of {e.weights.num_parameters} parameters got no gradient between the last"
-        f" two checkpoints, {names[0]} among them"
-    )
-
-
 @_rule("loss scale", "Divide the summed loss by the number of targets, once, in nats.")
 def _loss_scale(e: Evidence) -> str | None:
     if e.config.init_from is not None:
@@ -406,6 +395,17 @@ def _validates_in_training_mode(e: Evidence) -> str | None:
     if recorded < 1.04 * again:
         return None
     return f"without dropout the checkpoint has {again:.2f}, and the run says {recorded:.2f}"
+
+
+@_rule("frozen", "Check requires_grad, detach() and no_grad(), and what the optimizer was given.")
+def _frozen(e: Evidence) -> str | None:
+    if e.weights is None or not e.weights.frozen:
+        return None
+    names = e.weights.frozen
+    return (
+        f"{len(names)} of {e.weights.num_parameters} parameters got no gradient between the last"
+        f" two checkpoints, {names[0]} among them"
+    )
 
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagrules_curves
