@@ -22,15 +22,8 @@ from llm_course.model.decoder import DecoderModel
 from llm_course.text.batches import IGNORE_INDEX
 from llm_course.text.data import SyntheticDataModule
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
-from llm_course.training.optim import (
-    Muon,
-    _stacks,
-    build_optimizer,
-    build_schedule,
-    learning_rate_factor,
-    muon_dtype,
-    newton_schulz,
-)
+from llm_course.training.muon import Muon, _stacks, muon_dtype, newton_schulz
+from llm_course.training.optim import build_optimizer, build_schedule, learning_rate_factor
 from llm_course.training.task import (
     LanguageModelingTask,
     LinearDataModule,

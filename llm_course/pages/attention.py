@@ -9,11 +9,12 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
-from torch import Tensor, nn
+from matplotlib.ticker import FixedLocator, MaxNLocator
+from torch import Tensor
 
 from llm_course.model.attention import MultiHeadAttention
 from llm_course.model.attention_weights import attention_weights
+from llm_course.pages.storyteller import load_storyteller
 
 WORDS = tuple(
     "we sat by the river bank and watched two old men mend their red boats while her young "
@@ -59,8 +60,11 @@ def draw_map(
     """An attention map (T, S): a row for each query, a column for each key."""
     ax.imshow(weights, cmap="Blues", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     ax.set_xlabel("key")
-    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    ax.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    for axis, size in ((ax.yaxis, weights.shape[0]), (ax.xaxis, weights.shape[1])):
+        # on a short axis, the locator would put ticks between the whole numbers
+        axis.set_major_locator(
+            MaxNLocator(4, integer=True) if size > 4 else FixedLocator(range(size))
+        )
     if words:
         ax.set_xticks(range(len(words)), words, rotation=90, fontsize=8)
         ax.set_yticks(range(len(words)), words, fontsize=8)
@@ -132,15 +136,6 @@ def who_reads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         after = F.scaled_dot_product_attention(q, k, changed, enable_gqa=True)
         columns.append((after - before).abs().amax((0, 2, 3)) > 0.5)
     return torch.stack(columns, dim=1)
-
-
-def pytorchs_layer(ours: MultiHeadAttention) -> nn.MultiheadAttention:
-    """PyTorch's own layer with the weights of `ours`; it keeps the three input maps in one."""
-    theirs = nn.MultiheadAttention(ours.hidden_size, ours.num_heads, bias=False, batch_first=True)
-    projections = (ours.q_proj, ours.k_proj, ours.v_proj)
-    weights = torch.cat([projection.weight for projection in projections])
-    theirs.load_state_dict({"in_proj_weight": weights, "out_proj.weight": ours.o_proj.weight})
-    return theirs
 
 
 def planted(mistake: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> type[MultiHeadAttention]:
@@ -305,10 +300,14 @@ def show_leak(runs: Mapping[str, tuple[Any, Training]]) -> None:
     """For each model, its last loss where nothing can be predicted, and how well it writes."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(6, 2.4))
     colors = ["tab:blue", "tab:orange"]
-    left.bar(list(runs), [training.first[-1] for _, training in runs.values()], color=colors)
+    losses = [training.first[-1] for _, training in runs.values()]
+    left.bar_label(left.bar(list(runs), losses, color=colors), fmt="%.1f", fontsize=9)
     left.set_ylabel("training loss,\nfirst time (nats)")
-    right.bar(list(runs), [share_right(model) for model, _ in runs.values()], color=colors)
+    shares = [share_right(model) for model, _ in runs.values()]
+    right.bar_label(right.bar(list(runs), shares, color=colors), fmt="%.1f", fontsize=9)
     right.set_ylabel("share right\nwhen it writes")
+    for ax in (left, right):
+        ax.margins(y=0.18)  # room for the numbers
     fig.suptitle("Without the mask: a perfect loss, and no language model")
     fig.tight_layout()
     plt.show()
@@ -318,17 +317,69 @@ def show_film(
     training: Training, steps: Sequence[int], heads: Mapping[str, tuple[int, int]], text: str
 ) -> None:
     """A row of maps for each head, given as (layer, head), at some steps of the training."""
-    fig, axes = plt.subplots(len(heads), len(steps), figsize=(8, 2.4 * len(heads)), squeeze=False)
+    shape = (len(heads), len(steps))
+    size = (9, 2.5 * len(heads))
+    fig, axes = plt.subplots(*shape, figsize=size, sharex=True, sharey=True, squeeze=False)
     for row, (name, (layer, head)) in zip(axes, heads.items(), strict=True):
         for ax, step in zip(row, steps, strict=True):
-            draw_map(ax, training.maps[step][layer - 1][head - 1])
+            draw_map(ax, training.maps[step][layer - 1][head - 1], text.split())
             ax.set_title(f"step {step}, loss {training.repeats[step]:.1f}", fontsize=9)
-            ax.set_xticks([])
-            ax.set_yticks([])
+            ax.tick_params(labelsize=7)
             ax.set_xlabel("")
         row[0].set_ylabel(f"{name}\nquery", fontsize=9)
     for ax in axes[-1]:
         ax.set_xlabel("key")
-    fig.suptitle(f"{text!r}, read by two heads while they learn", fontsize=10)
+    fig.suptitle("One sentence, said twice, and read by two heads while they learn", fontsize=11)
     fig.tight_layout()
     plt.show()
+
+
+# ------------------------------------------------------------------------------- the storyteller
+
+
+@torch.no_grad()
+def story_maps(story: str) -> tuple[list[str], Tensor, list[str]]:
+    """The T tokens of `story`, what each head of the storyteller reads, (layers, H, T, T), and the
+    token that it finds likeliest after each of the T.
+    """
+    model, tokenizer = load_storyteller()
+    assert tokenizer.eos_token_id is not None
+    ids = [tokenizer.eos_token_id, *tokenizer.encode(story)]
+    maps: list[Tensor] = []
+
+    def watch(layer: Any, arguments: tuple[Tensor], options: dict[str, Any]) -> None:
+        q, k, _ = layer.project(*arguments, options["position_embeddings"])
+        maps.append(attention_weights(q, k, is_causal=True)[0])
+
+    attentions = [layer for layer in model.modules() if isinstance(layer, MultiHeadAttention)]
+    hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in attentions]
+    likeliest = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+    for hook in hooks:
+        hook.remove()
+    tokens, after = ([tokenizer.decode([i]).strip() for i in row] for row in (ids, likeliest))
+    return tokens, torch.stack(maps), after
+
+
+def show_names(story: str, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What the head that looks up names reads: `names` tells which name is due after a word.
+
+    Of all heads, it is the one that gives these names the most weight. Returns, for each of the
+    words, the token that this head reads most, and the one that the model finds likeliest next.
+    """
+    tokens, maps, after = story_maps(story)
+    T = len(tokens)
+    rows = [T - 1 - tokens[::-1].index(word) for word in names]  # where each word comes last
+    due = torch.tensor([[token == name for token in tokens] for name in names.values()])
+    found = (maps[:, :, rows] * due).sum((-2, -1))  # (layers, H)
+    layer, head = divmod(int(found.argmax()), maps.shape[1])
+    weights = maps[layer, head, rows]  # (rows, T)
+    written = {word: after[row] for word, row in zip(names, rows, strict=True)}
+    plt.figure(figsize=(9, 1.9))
+    draw_map(plt.gca(), weights[:, 1:])
+    plt.xticks(range(T - 1), tokens[1:], rotation=90, fontsize=8)
+    labels = [f"... {word} (next: {token})" for word, token in written.items()]
+    plt.yticks(range(len(rows)), labels, fontsize=9)
+    plt.title(f"The storyteller, layer {layer + 1}, head {head + 1}", fontsize=11)
+    plt.show()
+    read = [tokens[int(row.argmax())] for row in weights]
+    return dict(zip(names, read, strict=True)), written

@@ -80,7 +80,7 @@ class Paragraphs(BaseDataModule):
 
 
 def tiny_model(data: Paragraphs, **sizes: Any) -> DecoderModel:
-    """A decoder with one block and some 150,000 parameters."""
+    """A decoder with one block and some 107,000 parameters."""
     return DecoderModel(ModelConfig(vocab_size=data.vocab_size, **SIZES | sizes))
 
 
@@ -96,6 +96,23 @@ def cut(batch: Batch, rows: int) -> list[Batch]:
     """The micro-batches of a batch, with `rows` rows each."""
     parts = {name: tensor.split(rows) for name, tensor in batch.items()}
     return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+
+
+def kept_for_backward(model: nn.Module, batch: Batch) -> int:
+    """The bytes that the forward pass keeps for backward, without the weights themselves."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}  # by address: a tensor that is kept twice counts once
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(batch["input_ids"], labels=batch["labels"])
+    assert output.loss_sum.requires_grad  # the tensors live as long as the output does
+    return sum(kept.values())
 
 
 def write(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) -> None:
@@ -152,6 +169,23 @@ def make_engine(
         optimization=OptimizationConfig(learning_rate=5e-3, warmup_steps=0, weight_decay=0.0),
     )
     return TrainingEngine(config, task(config), Paragraphs(rows, num_bytes=num_bytes), callbacks)
+
+
+def same_weights(engine: TrainingEngine, rows: int) -> TrainingEngine:
+    """A new engine with the weights of `engine`, whose batches have `rows` rows."""
+    other = make_engine(rows=rows, max_steps=1)
+    other.setup()
+    other.model.load_state_dict(engine.model.state_dict())
+    return other
+
+
+@torch.no_grad()
+def mean_of_batch_means(engine: TrainingEngine) -> float:
+    """A validation loss computed wrongly: each batch counts the same, whatever its targets."""
+    engine.model.eval()
+    batches = engine.data.val_dataloader()
+    outputs = [engine.task.validation_step(engine.model, batch) for batch in batches]
+    return sum(float(each.loss_sum / each.num_targets) for each in outputs) / len(outputs)
 
 
 class Record(Callback):
@@ -296,7 +330,7 @@ def show_range(gradients: Tensor, scale: float) -> None:
     ax.text(-55, 0.88 * height, f"becomes 0: {lost:.1%}", fontsize=9)
     ax.text(16.4, 0.88 * height, f"infinite: {infinite:.1%}", fontsize=9)
     ax.set_xlim(-56, 32)
-    ax.set_xlabel("size of a scaled gradient: 2 to the power of")
+    ax.set_xlabel("size of a scaled gradient, as a power of 2")
     ax.set_ylabel("how many")
     verdict = "the step is skipped" if infinite else "the update happens"
     ax.set_title(f"scale {scale:g}: {verdict}")
@@ -378,8 +412,9 @@ class Watch(Callback):
         self.note("on_train_end", engine.model)
 
 
-def watch_run(*, steps: int = 2, accumulation: int = 3) -> list[Moment]:
-    """The moments of a run of a few steps, which validates after the last."""
+@functools.cache
+def watch_run(*, accumulation: int = 3) -> list[Moment]:
+    """The moments of two steps of a tiny run: six micro-batches an epoch, one validation."""
     watch = Watch()
 
     class Told(LanguageModelingTask):
@@ -389,7 +424,7 @@ def watch_run(*, steps: int = 2, accumulation: int = 3) -> list[Moment]:
             super().after_update(model, sum_over_ranks)
             watch.note("the update", model)
 
-    sizes: dict[str, Any] = {"num_bytes": 60_000, "max_steps": steps, "eval_interval": steps}
+    sizes: dict[str, Any] = {"num_bytes": 3_000, "max_steps": 2, "eval_interval": 2}
     make_engine([watch], rows=4, accumulation=accumulation, task=Told, **sizes).run()
     return watch.moments
 
@@ -399,6 +434,7 @@ def show_moment(moments: Sequence[Moment], moment: int) -> None:
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(8.4, 3.9), gridspec_kw={"width_ratios": [1.15, 1]}
     )
+    moment = min(moment, len(moments) - 1)
     now = moments[moment]
     _draw_list(left, moments, moment)
     past = range(moment + 1)
@@ -499,10 +535,10 @@ def show_planted(right: Sequence[float], wrong: Mapping[str, Sequence[float]]) -
     for (name, losses), style in zip(wrong.items(), ("o-", "s--"), strict=True):
         gaps = [100 * abs(b / a - 1) for a, b in zip(right, losses, strict=True)]
         plt.plot(range(1, 1 + len(gaps)), gaps, style, ms=4, label=name)
-    plt.axhline(0.01, color="gray", ls=":")
-    plt.text(len(right), 0.01, "the tolerance", fontsize=8, ha="right", va="bottom", color="gray")
+    plt.axhline(0.001, color="gray", ls=":")
+    plt.text(len(right), 0.001, "the tolerance", fontsize=8, ha="right", va="bottom", color="gray")
     plt.yscale("log")
-    plt.ylim(1e-3, 1e1)
+    plt.ylim(3e-4, 1e1)
     plt.xlabel("optimizer step")
     plt.ylabel("difference of the loss, %")
     plt.legend(fontsize=8)
@@ -526,6 +562,12 @@ def show_run(record: Record) -> None:
     plt.show()
 
 
+def first_difference(one: Sequence[float], other: Sequence[float]) -> int:
+    """The first index at which two lists of numbers differ."""
+    pairs = zip(one, other, strict=True)
+    return next(index for index, (a, b) in enumerate(pairs) if a != b)
+
+
 def show_resumes(
     straight: Sequence[float], resumed: Mapping[str, Sequence[float]], stop: int
 ) -> None:
@@ -539,7 +581,7 @@ def show_resumes(
         seen = [(step, gap) for step, gap in zip(steps, gaps, strict=True) if gap]
         right.semilogy(*zip(*seen, strict=True), marker=marker, ms=4, label=f"forgot {name}")
     left.set(xlabel="optimizer step", ylabel="loss per word", title="All look like training")
-    right.set(xlabel="optimizer step", ylabel="difference", title="The comparison tells")
+    right.set(xlabel="optimizer step", ylabel="difference", title="Only the comparison shows it")
     right.set_xlim(left.get_xlim())
     left.legend(fontsize=8)
     right.legend(fontsize=8)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import lzma
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,8 +37,18 @@ def train(settings: str, run: str, *words: str) -> str:
 
 
 def sample_in(report: str) -> str:
-    """The text that the model wrote at the end of its training."""
-    return report.split("---\n")[1].strip()
+    """The text that the model wrote at the end of its training, up to its last full stop."""
+    return whole_sentences(report.split("---\n")[1].strip())
+
+
+def whole_sentences(text: str) -> str:
+    """The text up to its last full stop; all of it if it has none."""
+    return text[: text.rfind(".") + 1] or text
+
+
+def longest_sentences(text: str, count: int) -> list[str]:
+    """The longest sentences of a text."""
+    return sorted(re.split(r"(?<=[.!?])\s+", text), key=len)[-count:]
 
 
 def untrained_model(run: str) -> DecoderModel:
@@ -90,6 +101,12 @@ def token_ids(run: str, split: str) -> Tensor:
     return torch.from_numpy(TokenFile(f"{run}/data/{split}.tokens")[:].astype(np.int64))
 
 
+def text_of(run: str, split: str) -> str:
+    """A run's `train` or `val` text."""
+    _, tokenizer = load_run(run)
+    return tokenizer.decode(token_ids(run, split).tolist())
+
+
 def curve(run: str, key: str = "loss", *, steps: int | None = None) -> Curve:
     """A column of metrics.jsonl and its steps: (steps, values), of the first `steps` rows."""
     rows = [row for row in read_metrics(f"{run}/metrics.jsonl") if key in row][:steps]
@@ -111,7 +128,7 @@ def plot_curves(
     for name, level in (levels or {}).items():
         plt.axhline(level, color="gray", linestyle=":")
         plt.text(plt.xlim()[1], level, name, fontsize=8, ha="right", va="top")
-    plt.xlabel("optimizer step")
+    plt.xlabel("step")
     plt.ylabel(ylabel)
     plt.legend(fontsize=8)
     plt.title(title, fontsize=11)

@@ -1,6 +1,7 @@
 """What the pages of chapter 10 draw and measure: the stories of the storyteller above all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
 from llm_course.model.sampling import token_probabilities
@@ -64,6 +66,16 @@ def first_impossible(text: str, prompt: str = "") -> int:
     return len(text)
 
 
+def fault_in(text: str) -> str:
+    """Why the story can't go on at its `>>>`, in brackets; "" if nothing in it is impossible."""
+    try:
+        read_story(text, "easy")
+    except Impossible as fault:
+        why = fault.why or f"a story would say {fault.expected[0].strip()!r} here, or the like"
+        return f"[{why}]"
+    return ""
+
+
 def marked(text: str, prompt: str = "") -> str:
     """The text on lines of equal width, with `>>>` where it first says something impossible."""
     place = first_impossible(text, prompt)
@@ -110,6 +122,81 @@ def reach(
     return Reach(sum(new) / len(new), difference([text[len(prompt) :] for text in told]))
 
 
+# ------------------------------------------------------------------------- what the model is given
+
+
+@contextmanager
+def recorded_positions(model: DecoderModel) -> Iterator[list[Tensor]]:
+    """Note the positions that each call of the model inside the block is given."""
+    calls: list[Tensor] = []
+
+    def note(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.append(options["position_ids"])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def padding_counted(model: DecoderModel, attention_mask: Tensor) -> Iterator[None]:
+    """Plant a mistake: inside the block, positions count a row's padding as well as its tokens."""
+    padding = (attention_mask == 0).sum(dim=1, keepdim=True)  # (B, 1)
+
+    def shift(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return args, options | {"position_ids": options["position_ids"] + padding}
+
+    hook = model.register_forward_pre_hook(shift, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def untrained_model(**changes: Any) -> DecoderModel:
+    """A tiny model with large random weights: each token depends on everything that it reads."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.5,
+    }
+    return DecoderModel(ModelConfig(**sizes | changes)).eval().requires_grad_(False)
+
+
+def llama_pair() -> tuple[Any, DecoderModel]:
+    """Hugging Face's Llama with random weights, and ours with the same ones."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = untrained_model(vocab_size=40, max_position_embeddings=64)
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": ours.config.rms_norm_eps,
+        "tie_word_embeddings": False,
+    }
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    theirs.generation_config.eos_token_id = None
+    theirs.generation_config.pad_token_id = 0
+    state = {
+        name if name.startswith("lm_head") else f"model.{name.removeprefix('embedding.')}": weight
+        for name, weight in ours.state_dict().items()
+    }
+    theirs.load_state_dict(state)
+    return theirs, ours
+
+
 # -------------------------------------------------------------------------------------- pictures
 
 
@@ -137,6 +224,31 @@ def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tens
     ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(text)]])
     with torch.no_grad():
         return model(ids, logits_to_keep=1).logits[:, -1]
+
+
+def hugging_faces_chain(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+) -> Tensor:
+    """What Hugging Face's rules leave of the logits (B, V) after the texts `ids` (B, T)."""
+    from transformers.generation import logits_process as rules
+
+    chain: tuple[Any, ...] = (
+        rules.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        rules.TemperatureLogitsWarper(temperature),
+        rules.TopKLogitsWarper(top_k),
+        rules.TopPLogitsWarper(top_p),
+        rules.MinPLogitsWarper(min_p),
+    )
+    for rule in chain:
+        logits = rule(ids, logits)
+    return logits.softmax(-1)
 
 
 def draw_candidates(
@@ -169,9 +281,9 @@ def show_next(
     (text,) = tell(model, tokenizer, prompt, tokens=tokens, seed=seed, **options)
     fig, ax = plt.subplots(figsize=(7, 4.6))
     draw_candidates(ax, tokenizer, left, logits[0].softmax(-1))
-    ax.set_title(
-        f"{int((left > 0).sum())} tokens may follow (outlined: without any rule)", fontsize=10
-    )
+    count = int((left > 0).sum())
+    may_follow = "1 token may follow" if count == 1 else f"{count} tokens may follow"
+    ax.set_title(f"{may_follow} (outlined: without any rule)", fontsize=10)
     fig.subplots_adjust(bottom=0.34, left=0.16, top=0.92)
     fig.text(0.02, 0.2, marked(text, prompt), fontsize=8.5, family="monospace", va="top")
     plt.show()
@@ -197,30 +309,27 @@ def show_rules(
     return counts
 
 
-def show_reach(by_temperature: Mapping[float, Reach], others: Mapping[str, Reach]) -> None:
-    """How far stories get and how much they differ, over temperature and against each other."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+def show_reach(
+    by_temperature: Mapping[float, Reach], others: Mapping[float, tuple[str, Reach]]
+) -> None:
+    """How far stories get and how much they differ, over temperature; `others` with their rule."""
+    _, left = plt.subplots(figsize=(6.5, 3.2))
+    right = left.twinx()
     temperatures = list(by_temperature)
     far = [found.characters for found in by_temperature.values()]
     differ = [found.difference for found in by_temperature.values()]
     left.plot(temperatures, far, "o-", color="tab:blue")
+    right.plot(temperatures, differ, "s--", color="tab:orange")
+    for (t, (name, found)), marker in zip(others.items(), "^*", strict=False):
+        left.plot(t, found.characters, marker, color="tab:blue", markersize=10, label=name)
+        right.plot(t, found.difference, marker, color="tab:orange", markersize=10)
     left.set_xlabel("temperature")
     left.set_ylabel("characters before a slip", color="tab:blue")
-    other = left.twinx()
-    other.plot(temperatures, differ, "s--", color="tab:orange")
-    other.set_ylabel("difference of the texts", color="tab:orange")
-    other.set_ylim(-0.03, 1.03)
-    right.plot(differ, far, "o-", color="tab:gray")
-    for t, x, y in zip(temperatures, differ, far, strict=True):
-        right.annotate(f"{t:g}", (x, y), (4, 4), textcoords="offset points", fontsize=8)
-    for (name, found), marker in zip(others.items(), "^Dv*", strict=False):
-        right.plot(found.difference, found.characters, marker, markersize=9, label=name)
-    right.set_xlabel("difference of the texts")
-    right.set_ylabel("characters before a slip")
-    right.set_xlim(-0.05, 1.1)
-    right.legend(fontsize=8)
-    fig.suptitle("A story can be safe or surprising; the rules trade one for the other")
-    fig.tight_layout()
+    left.set_ylim(bottom=0)
+    right.set_ylabel("difference of the texts", color="tab:orange")
+    right.set_ylim(-0.03, 1.05)
+    left.legend(fontsize=8, loc="lower center")
+    left.set_title("Hotter stories differ more and break sooner")
     plt.show()
 
 
@@ -250,7 +359,9 @@ def show_shares(shares: Mapping[str, float], ylabel: str, title: str) -> None:
     """One bar for each way of doing something: the first is the right one."""
     plt.figure(figsize=(6, 2.3))
     colors = ["tab:blue"] + ["tab:orange"] * (len(shares) - 1)
-    plt.bar(list(shares), list(shares.values()), color=colors)
+    bars = plt.bar(list(shares), list(shares.values()), color=colors)
+    plt.bar_label(bars, fmt="%.2f", fontsize=9)
+    plt.margins(y=0.12)
     plt.ylabel(ylabel)
     plt.title(title)
     plt.show()

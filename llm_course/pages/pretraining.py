@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.ticker import LogLocator
 
 from llm_course.training.bands import Band, find_band
 from llm_course.model.config import ModelConfig
 from llm_course.model.estimate import count_parameters
+from llm_course.training.callbacks import read_metrics
 from llm_course.training.config import (
     Config,
     DataConfig,
@@ -198,13 +200,20 @@ def start(config: str | Path, run_dir: str) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for(path: str | Path, process: subprocess.Popen[bytes], *, seconds: float = 300) -> None:
-    """Wait until a file or folder appears; RuntimeError where the process ends before."""
+def wait_for_step(
+    metrics: str | Path, step: int, process: subprocess.Popen[bytes], *, seconds: float = 300
+) -> None:
+    """Wait until a run has logged `step`; RuntimeError if the process ends before."""
     end = time.monotonic() + seconds
-    while not Path(path).exists():
+    while not any(row["step"] >= step for row in _rows(metrics)):
         if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"{path} did not appear")
+            raise RuntimeError(f"{metrics} has no row of step {step}")
         time.sleep(0.05)
+
+
+def _rows(metrics: str | Path) -> list[dict[str, Any]]:
+    """The rows that a run has logged so far."""
+    return read_metrics(metrics) if Path(metrics).exists() else []
 
 
 def by_command(command: Callable[[list[str]], int], *words: str) -> str:
@@ -213,6 +222,26 @@ def by_command(command: Callable[[list[str]], int], *words: str) -> str:
         with contextlib.redirect_stderr(io.StringIO()):
             command(list(words))
     return printed.getvalue()
+
+
+@torch.no_grad()
+def compare_with_transformers(run_dir: str | Path, folder: str | Path) -> None:
+    """Assert that `transformers` gets our logits from an exported folder, and not without a norm.
+
+    Prints the largest difference of both. AssertionError if the logits differ, or if those of a
+    model that has lost its last norm don't.
+    """
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(3, 27)[None]
+    model, _ = load_run(run_dir)
+    ours = model(ids).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    right = (theirs(ids).logits - ours).abs().max().item()
+    theirs.model.norm = torch.nn.Identity()
+    wrong = (theirs(ids).logits - ours).abs().max().item()
+    assert right < 1e-3 < wrong
+    print(f"largest difference {right:.3f}; without the last norm {wrong:.1f}")
 
 
 def model_card(run_dir: str | Path) -> str:

@@ -1,0 +1,231 @@
+"""The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from llm_course.training.evaluation import calibration_error, questions_needed, reliability
+
+READY_MADE = (
+    "bootstrap",
+    "compare",
+    "questions_needed",
+    "reliability",
+    "calibration_error",
+    "mark",
+    "pick",
+    "word_ngrams",
+    "NgramIndex",
+    "find_leaks",
+)
+
+
+@contextmanager
+def written_by_hand() -> Iterator[None]:
+    """Refuse calls of the package's own functions that an exercise asks for."""
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_qualname
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith(READY_MADE) and module.startswith("llm_course."):
+            raise AssertionError(
+                f"your code calls the ready-made {name}: here you write it yourself"
+            )
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What the answer returns; an AssertionError names what it raised."""
+    try:
+        with written_by_hand():
+            return function(*arguments, **options)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"your code raised {type(error).__name__}: {error}") from error
+
+
+def is_close(found: Any, expected: float, *, within: float = 1e-6) -> bool:
+    """Whether `found` is this number."""
+    try:
+        return math.isclose(float(found), expected, rel_tol=within, abs_tol=1e-9)
+    except (TypeError, ValueError):
+        return False
+
+
+# ------------------------------------------------------------------------------------- task 1
+
+
+def check_marks(
+    marks: Callable[..., Any], log_probs: Sequence[float], choices: Sequence[str], answer: int
+) -> None:
+    """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
+    found = call(marks, list(log_probs), list(choices), answer)
+    assert isinstance(found, tuple) and len(found) == 3, (
+        f"marks returned {found!r}, expected three: by_sum, by_byte, confidence"
+    )
+    by_sum, by_byte, confidence = found
+    best = max(range(len(choices)), key=lambda i: log_probs[i])
+    assert by_sum == (best == answer), (
+        f"by_sum is {by_sum!r}: the likeliest choice is {choices[best]!r}, and the answer"
+        f" {choices[answer]!r}"
+    )
+    rates = [one / len(text.encode()) for one, text in zip(log_probs, choices, strict=True)]
+    longest = max(range(len(choices)), key=lambda i: rates[i])
+    assert by_byte == (longest == answer), (
+        f"by_byte is {by_byte!r}: the likeliest choice per byte of its UTF-8 is"
+        f" {choices[longest]!r}, and the answer {choices[answer]!r}"
+    )
+    total = sum(math.exp(one - log_probs[best]) for one in log_probs)
+    assert not is_close(confidence, math.exp(log_probs[best])) or is_close(total, 1), (
+        "confidence is the probability among all texts; it is asked among the choices"
+    )
+    assert not is_close(confidence, math.exp(log_probs[answer] - log_probs[best]) / total) or (
+        best == answer
+    ), "confidence belongs to the likeliest choice, whether it is right or not"
+    assert is_close(confidence, 1 / total), (
+        f"confidence is {confidence!r}, expected {1 / total:.4f}: the share of the likeliest choice"
+        " in the probability of all choices. Very small probabilities must not vanish"
+    )
+
+
+# ------------------------------------------------------------------------------------- task 2
+
+
+def check_interval(
+    interval: Callable[..., Any], marks: Sequence[float], groups: Sequence[int], *, seed: int = 0
+) -> None:
+    """`interval(marks, groups, resamples, seed)`: low and high."""
+    found = call(interval, list(marks), list(groups), 4000, seed)
+    assert isinstance(found, tuple) and len(found) == 2, (
+        f"interval returned {found!r}, expected low and high"
+    )
+    low, high = (float(one) for one in found)
+    assert (low, high) == tuple(
+        map(float, call(interval, list(marks), list(groups), 4000, seed))
+    ), "the same seed gives another interval: draw with a generator of your own"
+    expected = _interval(marks, groups)
+    plain = _interval(marks, range(len(marks)))
+    width = expected[1] - expected[0]
+    off = max(abs(low - expected[0]), abs(high - expected[1]))
+    near = max(abs(low - plain[0]), abs(high - plain[1]))
+    assert off <= 0.1 * width or near > 0.1 * (plain[1] - plain[0]), (
+        f"[{low:.3f}, {high:.3f}] is the interval for single questions: draw whole groups"
+    )
+    assert low < high, f"low is {low}, high {high}: the interval has no width"
+    assert off <= 0.1 * width, (
+        f"the interval is [{low:.3f}, {high:.3f}], expected about"
+        f" [{expected[0]:.3f}, {expected[1]:.3f}]: as many groups as there are, with replacement,"
+        " the mean over all their marks, and the middle 95% of these means"
+    )
+
+
+def _interval(marks: Sequence[float], groups: Sequence[int]) -> tuple[float, float]:
+    names = sorted(set(groups))
+    inside = [[m for m, g in zip(marks, groups, strict=True) if g == name] for name in names]
+    sums = np.array([[sum(one), len(one)] for one in inside])
+    draws = np.random.default_rng(7).multinomial(len(names), [1 / len(names)] * len(names), 8000)
+    totals = draws @ sums
+    low, high = np.quantile(totals[:, 0] / totals[:, 1], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def marks_by_story(*, stories: int, each: int, seed: int) -> tuple[list[float], list[int]]:
+    """Marks that go together within a story, and the number of each one's story."""
+    rng = np.random.default_rng(seed)
+    marks: list[float] = []
+    groups: list[int] = []
+    for story in range(stories):
+        size = int(rng.integers(1, 2 * each))
+        share = 0.95 if rng.random() < 0.6 else 0.15
+        marks += (rng.random(size) < share).astype(float).tolist()
+        groups += [story] * size
+    return marks, groups
+
+
+# ------------------------------------------------------------------------------------- task 3
+
+
+def check_calibration(
+    ece: Callable[..., Any], confidences: Sequence[float], correct: Sequence[bool], num_bins: int
+) -> None:
+    """`ece(confidences, correct, num_bins)`: a number."""
+    found = call(ece, list(confidences), list(correct), num_bins)
+    bins = reliability(confidences, correct, num_bins=num_bins)
+    right = calibration_error(bins)
+    gaps = [abs(one.accuracy - one.confidence) for one in bins]
+    total = len(correct)
+    equal = math.fsum(gaps) / len(gaps)
+    signed = abs(math.fsum(one.count * (one.accuracy - one.confidence) for one in bins) / total)
+    if not is_close(right, equal):
+        assert not is_close(found, equal), (
+            "every bin counts alike: weigh each gap by the number of its answers"
+        )
+    if not is_close(right, signed):
+        assert not is_close(found, signed), (
+            "gaps of different signs cancel: take the absolute value in each bin"
+        )
+    assert is_close(found, right), (
+        f"the calibration error is {found!r}, expected {right:.4f}: bins of equal width, 1.0 in the"
+        " last one, and in each the mean confidence against the accuracy"
+    )
+
+
+# ------------------------------------------------------------------------------------- task 4
+
+
+def check_needed(
+    needed: Callable[..., Any], difference: float, disagree: float, **how: float
+) -> None:
+    """`needed(difference, disagree, power=..., confidence=...)`: a whole number."""
+    found = call(needed, difference, disagree, **how)
+    right = questions_needed(difference, disagree, **how)
+    assert isinstance(found, int) and not isinstance(found, bool), (
+        f"needed returned {found!r}: questions come in whole numbers"
+    )
+    assert found != right - 1, f"needed returned {found}: that's a question too few, round up"
+    assert found == right, (
+        f"needed({difference}, {disagree}) is {found}, expected {right}: ((z_confidence + z_power)"
+        " times the standard deviation of one question's difference, over the difference) squared."
+        " The confidence has two tails, the power one"
+    )
+
+
+# ------------------------------------------------------------------------------------- task 5
+
+
+def check_leaks(
+    leaks: Callable[..., Any],
+    documents: Sequence[str],
+    questions: Sequence[str],
+    expected: Sequence[int],
+    *,
+    n: int,
+    threshold: float,
+) -> None:
+    """`leaks(documents, questions, n, threshold)`: the indices of the questions, in order."""
+    found = call(leaks, list(documents), list(questions), n, threshold)
+    assert isinstance(found, list), f"leaks returned {found!r}, expected a list of indices"
+    missed = sorted(set(expected) - set(found))
+    assert not missed, (
+        f"question {missed[0]} is in the training text, and you don't find it:"
+        f" {questions[missed[0]][:60]!r}. Case, punctuation and line breaks don't count, a question"
+        " of fewer words than n is a single run, and a share equal to the threshold is enough"
+    )
+    wrongly = sorted(set(found) - set(expected))
+    assert not wrongly, (
+        f"question {wrongly[0]} hasn't leaked: {questions[wrongly[0]][:60]!r}. What counts is the"
+        " share of its runs of n words that one of the documents has"
+    )
+    assert found == list(expected), f"the indices are {found}: each once, in order"

@@ -1,0 +1,316 @@
+"""Evaluation: scores like those of other people's code, intervals like scipy's, and the command."""
+
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm_course.cli import main
+from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
+from llm_course.model.generation import generate
+from llm_course.pages.storyteller import FOLDER, load_storyteller
+from llm_course.training.contamination import NgramIndex, find_leaks
+from llm_course.training.evaluation import (
+    bootstrap,
+    calibration_error,
+    compare,
+    questions_needed,
+    reliability,
+)
+from llm_course.training.evaluation_tasks import TASKS, MultipleChoice, build_task
+from llm_course.training.harness import as_lm_eval, write_until
+from llm_course.training.scoring import Row, Scorer, group_rows, score_rows
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
+    torch.set_num_threads(1)
+    return Scorer(*load_storyteller())
+
+
+# ---------------------------------------------------------------------------------------- scores
+
+
+@torch.no_grad()
+def test_scores_are_those_of_transformers_on_the_exported_weights(scorer):
+    """The folder is the export; `transformers` reads it, one text at a time and without a cache."""
+    other = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    task = build_task("recall", num=8)
+    requests = [(item.context, choice) for item in task.items for choice in item.choices][::5]
+    found = scorer.log_likelihoods(requests)
+    for request, score in zip(requests, found, strict=True):
+        row = scorer.row(*request)
+        ids = torch.tensor([row.ids])
+        log_probs = other(ids[:, :-1]).logits[0].log_softmax(-1)
+        expected = log_probs.gather(1, ids[0, 1:, None])[-row.num_scored :].sum().item()
+        assert score.log_prob == pytest.approx(expected, abs=2e-3)
+    text = build_task("bits_per_byte", num=2).texts[0]
+    ids = torch.tensor([scorer.encode(text)])
+    loss = other(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    assert scorer.document_scores([text])[0].log_prob == pytest.approx(-loss, rel=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 7}, {"position_type": "learned"}])
+def test_shared_prefixes_change_no_score(changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=24)
+    config = ModelConfig(**sizes, max_position_embeddings=64, initializer_range=0.5, **changes)
+    model = DecoderModel(config).eval()
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(num: int) -> list[int]:
+        return torch.randint(11, (num,), generator=generator).tolist()
+
+    stem = tokens(30)
+    other = tokens(25)
+    rows = [Row(stem + tokens(n), max(1, n - 1)) for n in (1, 2, 5, 9, 9)]
+    rows += [Row(stem[:20] + tokens(8), 3), Row(stem + stem[:5], 2), Row([*rows[3].ids, 4], 1)]
+    rows += [Row(other + tokens(3), 2), Row(other, 24), Row([3, 4], 1)]
+    for row, score in zip(rows, score_rows(model, rows, batch_tokens=20), strict=True):
+        ids = torch.tensor([row.ids])
+        log_probs = model(ids[:, :-1]).logits[0].log_softmax(-1)[-row.num_scored :]
+        targets = ids[0, -row.num_scored :]
+        assert score.log_prob == pytest.approx(log_probs.gather(1, targets[:, None]).sum().item())
+        assert score.is_greedy == bool((log_probs.argmax(-1) == targets).all())
+    assert sorted(i for _, group in group_rows(rows) for i in group) == list(range(len(rows)))
+
+
+def test_exact_match_is_what_greedy_decoding_writes(scorer):
+    task = build_task("recall", num=30)
+    both = set()
+    for item in task.items:
+        right = item.choices[item.answer]
+        [score] = scorer.log_likelihoods([(item.context, right)])
+        ids = torch.tensor([scorer.encode(item.context)])
+        with torch.no_grad():
+            out = generate(scorer.model, ids, max_new_tokens=score.num_tokens)[0, ids.shape[1] :]
+        written = scorer.tokenizer.decode(out.tolist())
+        assert score.is_greedy == (written == right)
+        both.add(score.is_greedy)
+    assert both == {True, False}
+
+
+def test_long_texts(scorer):
+    text = "\n\n".join(build_task("bits_per_byte", num=4).texts)
+    assert len(scorer.tokenizer.encode(text)) > 2 * scorer.max_length
+    assert scorer.document_scores([text])[0].num_tokens == len(scorer.tokenizer.encode(text))
+    row = scorer.row(text, " And so on.")
+    assert scorer.max_length // 2 < len(row.ids) <= scorer.max_length + 1
+    with pytest.raises(ValueError, match="room in the model's context of 512"):
+        scorer.row("Then", text)
+    with pytest.raises(ValueError, match="has 0 tokens"):
+        scorer.row("Then", "")
+    with pytest.raises(ValueError, match="nothing to score"):
+        scorer.document_scores(["Then", ""])
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+def test_bootstrap_against_scipy_and_a_formula():
+    marks = (np.random.default_rng(3).random(300) < 0.7).astype(float).tolist()
+    found = bootstrap(marks, resamples=4000)
+    theirs = scipy.stats.bootstrap(
+        (marks,), np.mean, method="percentile", n_resamples=4000, rng=1
+    ).confidence_interval
+    assert found.value == pytest.approx(statistics.fmean(marks))
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.006)
+    half = 1.96 * math.sqrt(found.value * (1 - found.value) / 300)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.06)
+
+
+def test_bootstrap_of_a_ratio_has_the_error_of_the_delta_method():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(500, 1500, 200).astype(float)
+    bits = 0.3 * sizes + 20 * rng.standard_normal(200)
+    found = bootstrap(bits, sizes, resamples=4000)
+    rate = bits.sum() / sizes.sum()
+    error = math.sqrt(((bits - rate * sizes) ** 2).sum() * 200 / 199) / sizes.sum()
+    assert found.value == pytest.approx(rate)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.06)
+
+
+def test_groups_are_drawn_together():
+    marks = (np.random.default_rng(1).random(60) < 0.6).astype(float).tolist()
+    alone = bootstrap(marks)
+    repeated = [mark for mark in marks for _ in range(9)]
+    grouped = bootstrap(repeated, groups=[i // 9 for i in range(540)])
+    assert grouped[:3] == pytest.approx(alone[:3])
+    apart = bootstrap(repeated)
+    assert (alone.high - alone.low) / (apart.high - apart.low) == pytest.approx(3, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "0 values in 0 group"),
+        (([1.0],), "needs two groups at least"),
+        (([1.0, 0.0], [1.0]), "one of each for every question"),
+    ],
+)
+def test_refused_values(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap(*arguments)
+
+
+def test_comparison_of_pairs():
+    first = [1, 1, 0, 0, 1, 0, 1, 1, 0, 1] * 10
+    second = [1, 1, 1, 0, 1, 0, 1, 1, 0, 1] * 10  # one more of ten
+    found = compare(first, second)
+    assert found.difference.value == pytest.approx(0.1) and found.disagree == pytest.approx(0.1)
+    assert found.difference.low > 0 and found.wins == 1
+    back = compare(second, first)
+    assert back.difference[:3] == pytest.approx([-found.difference[i] for i in (0, 2, 1)], abs=0.01)
+    with pytest.raises(ValueError, match="same questions"):
+        compare(first, second[1:])
+
+
+def test_questions_needed_by_hand():
+    # (1.95996 + 0.84162)^2 * (0.15 - 0.0025) / 0.0025 = 463.1
+    assert questions_needed(0.05, 0.15) == 464
+    assert questions_needed(-0.05, 0.15) == 464
+    with pytest.raises(ValueError, match="difference=0.2"):
+        questions_needed(0.2, 0.15)
+
+
+def test_calibration_by_hand():
+    bins = reliability([0.95, 1.0, 0.15, 0.55], [True, False, False, True], num_bins=10)
+    assert [one.count for one in bins] == [1, 1, 2]
+    expected = (abs(0 - 0.15) + abs(1 - 0.55) + 2 * abs(0.5 - 0.975)) / 4
+    assert calibration_error(bins) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="confidences"):
+        reliability([1.5], [True])
+
+
+# ------------------------------------------------------------------------------------------ tasks
+
+
+@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "bits_per_byte"])
+def test_tasks_are_fair_and_reproducible(name, level):
+    task = build_task(name, level=level, num=60)
+    assert task == build_task(name, level=level, num=60) and len(task.items) == 60
+    places = {item.answer for item in task.items}
+    assert len(places) > 1  # the right choice is not always in the same place
+    for item in task.items:
+        assert len(set(item.choices)) == len(item.choices) > 1
+        assert all(choice.strip() for choice in item.choices)
+
+
+def test_the_storyteller_knows_more_than_a_guess(scorer):
+    results = {name: build_task(name, num=60).measure(scorer) for name in ("pairs", "recall")}
+    for result in results.values():
+        assert result.metrics["accuracy"].low > result.metrics["chance"].value
+    assert results["recall"].metrics["exact_match"].value > 0.4
+
+
+def test_planted_leak():
+    stories = build_task("bits_per_byte", num=40).texts
+    assert find_leaks(stories[:30], stories[30:]) == []
+    assert [leak.index for leak in find_leaks([*stories[:30], stories[33]], stories[30:])] == [3]
+    assert NgramIndex([], n=3).overlap("a b c") == 0 and NgramIndex(["a"]).overlap("...") == 0
+
+
+# ---------------------------------------------------------------------------------------- command
+
+
+def test_command_writes_and_compares(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--model", str(FOLDER), "--questions", "12", "--output", "a.json"]
+    assert main([*words, "--tasks", "pairs,bits_per_byte"]) == 0
+    assert "pairs          accuracy" in capsys.readouterr().out
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert list(report["tasks"]) == ["pairs", "bits_per_byte"]
+    pairs = report["tasks"]["pairs"]
+    mean = statistics.fmean(pairs["scores"])
+    assert pairs["metrics"]["accuracy"]["value"] == pytest.approx(mean)
+    assert sum(one["count"] for one in pairs["reliability"]) == 12
+    again = [*words[:-1], "b.json", "--tasks", "pairs", "--compare", "a.json"]
+    assert main(again) == 0 and "more than the other 0.000" in capsys.readouterr().out
+    assert main([*again, "--seed", "5"]) != 0
+    assert "only the same questions" in capsys.readouterr().err
+    assert main(["evaluate", "--model", str(FOLDER)]) != 0
+    assert "only a run has validation data" in capsys.readouterr().err
+    assert main(["evaluate", "--model", str(FOLDER), "--tasks", "pairs"]) != 0
+    assert "say where to write, --output FILE" in capsys.readouterr().err
+
+
+def test_a_run_gets_its_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = "--model.hidden_size 16 --model.num_layers 1 --model.num_heads 2 --data.corpus stories"
+    small += " --training.max_steps 2 --data.sequence_length 64 --run-dir run"
+    assert main(["train", *small.split(), "--data.stories.num_bytes", "60000"]) == 0
+    assert main("evaluate --run run --tasks all --questions 12".split()) == 0
+    report = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert set(report["tasks"]) == set(TASKS)
+    capsys.readouterr()
+    assert main(["evaluate", "--run", "run"]) == 0
+    assert "val_loss" in capsys.readouterr().out  # without --tasks as ever
+
+
+# ---------------------------------------------------------------------------------------- harness
+
+
+def test_write_until(scorer):
+    text = write_until(scorer, "Once upon a time there was", {"until": ".", "max_gen_toks": 30})
+    assert text and "." not in text
+
+
+def test_harness_gives_our_numbers(scorer, tmp_path):
+    """One task about the stories, defined for lm-evaluation-harness, on the same questions."""
+    lm_eval = pytest.importorskip(
+        "lm_eval", reason="lm_eval is missing: pip install 'llm_course[evaluation]'"
+    )
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    task = build_task("recall", num=30)
+    assert isinstance(task, MultipleChoice)
+    rows = [
+        {"context": item.context, "choices": list(item.choices), "answer": item.answer}
+        for item in task.items
+    ]
+
+    class Stories(ConfigurableTask):
+        VERSION = 1
+
+        def __init__(self, config=None):
+            super().__init__(
+                config={
+                    "task": "stories",
+                    "output_type": "multiple_choice",
+                    "test_split": "test",
+                    "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+                    "doc_to_text": "{{context}}",
+                    "doc_to_choice": "{{choices}}",
+                    "doc_to_target": "answer",
+                    "target_delimiter": "",
+                    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+                }
+            )
+
+    out = lm_eval.simple_evaluate(
+        model=as_lm_eval(scorer), tasks=[Stories()], bootstrap_iters=0, log_samples=False
+    )
+    theirs = out["results"]["stories"]
+    ours = task.measure(scorer).metrics
+    assert theirs["acc,none"] == pytest.approx(ours["accuracy"].value)
+    assert theirs["acc_norm,none"] == pytest.approx(ours["accuracy_per_byte"].value)
+
+
+def test_harness_requests(scorer):
+    pytest.importorskip("lm_eval", reason="pip install 'llm_course[evaluation]'")
+    model = as_lm_eval(scorer)
+    text = build_task("bits_per_byte", num=2).texts[0]
+    [rolling] = model.loglikelihood_rolling([SimpleNamespace(args=(text,))])
+    assert rolling == scorer.document_scores([text])[0].log_prob
+    [(found, greedy)] = model.loglikelihood([SimpleNamespace(args=("Once upon", " a time"))])
+    assert (found, greedy) == scorer.log_likelihoods([("Once upon", " a time")])[0][::2]
