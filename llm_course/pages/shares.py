@@ -93,9 +93,9 @@ def watch_window(runtime: Runtime, *, use_no_sync: bool) -> tuple[list[list[Any]
 
     def leave(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         events.append(bucket.buffer().nbytes)
-        return allreduce_hook(None, bucket)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
-    model = DistributedDataParallel(inner, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.01)
     model.register_comm_hook(None, leave)
     batch = rows(runtime.rank)
     model(**batch).loss_sum.backward()  # the first pass only teaches DDP the order
