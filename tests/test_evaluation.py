@@ -186,7 +186,7 @@ def test_calibration_by_hand():
     assert [one.count for one in bins] == [1, 1, 2]
     expected = (abs(0 - 0.15) + abs(1 - 0.55) + 2 * abs(0.5 - 0.975)) / 4
     assert calibration_error(bins) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="confidences"):
+    with pytest.raises(ValueError, match="confidence=1.5"):
         reliability([1.5], [True])
 
 

@@ -44,7 +44,7 @@ class NgramIndex:
 class Leak(NamedTuple):
     """A question that the training text contains."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     overlap: float
 
 

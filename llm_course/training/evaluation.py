@@ -98,8 +98,9 @@ def compare(
             f"{len(first)} and {len(second)} scores: both models must answer the same questions"
         )
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    how = dict(groups=groups, resamples=resamples, seed=seed)
-    interval = bootstrap(differences, confidence=confidence, **how)
+    interval = bootstrap(
+        differences, groups=groups, confidence=confidence, resamples=resamples, seed=seed
+    )
     sums = _group_sums(differences, None, groups)[:, 0]
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)
@@ -130,7 +131,7 @@ class Bin(NamedTuple):
 
     confidence: float  # their mean
     accuracy: float
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
 
 
 def reliability(
@@ -140,7 +141,8 @@ def reliability(
     check_sizes(num_bins=num_bins)
     if len(confidences) != len(correct):
         raise ValueError(f"{len(confidences)} confidences for {len(correct)} answers")
-    check_numbers("[0, 1]", **{f"confidences[{i}]": c for i, c in enumerate(confidences)})
+    for confidence in confidences:
+        check_numbers("[0, 1]", confidence=confidence)
     found: dict[int, list[tuple[float, bool]]] = {}
     for confidence, is_right in zip(confidences, correct, strict=True):
         place = min(num_bins - 1, int(confidence * num_bins))

@@ -36,7 +36,9 @@ class Result(NamedTuple):
 class Task(Protocol):
     """Anything that has a name and measures a model."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called in a report."""
 
     def measure(self, scorer: Scorer) -> Result:
         """Score the model behind `scorer`."""
