@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "evaluate": (
         "measure the validation loss of a run",
-        "llm_course.commands.evaluate:evaluate_command",
+        "llm_course.commands.evaluate_tasks:evaluate_tasks_command",
     ),
     "generate": (
         "let a trained model continue a text",
