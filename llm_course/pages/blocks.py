@@ -257,7 +257,7 @@ def llama_block(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     return run
 
 
-# --------------------------------------------------------------------------- the trained storyteller
+# ------------------------------------------------------------------------ the trained storyteller
 
 PROMPT = "Once upon a time there was a little girl called"
 

@@ -139,7 +139,8 @@ def check_full(answers: Any) -> None:
     with case("Task 1, full"):
         written(answers, "full")
         s = torch.tensor([17.0, 7.0]).double()
-        f, n = doubled_swap, unit
+        f = doubled_swap
+        n = unit
         centred = torch.tensor([1.0, -1.0]).double()  # what a LayerNorm makes of s
         right = {"pre": s + f(n(s)), "post": n(s + f(s)), "sandwich": s + n(f(n(s)))}
         slips = {
@@ -181,7 +182,8 @@ def check_half(answers: Any) -> None:
     with case("Task 1, half"):
         written(answers, "half")
         s = torch.tensor([17.0, 7.0]).double()
-        f, n = doubled_swap, unit
+        f = doubled_swap
+        n = unit
         right = {"pre": s + f(n(s)) / 2, "post": n(s + f(s) / 2), "sandwich": s + n(f(n(s))) / 2}
         slips = {
             "pre": {
@@ -269,13 +271,12 @@ def check_rule(block_class: Any, rule: str, B: int = 2, T: int = 5, **options: A
 
 def rule_slips(rule: str, b: Any, x: Any) -> Any:
     """What each slip in a block's wiring gives."""
-    a, f = b.self_attn, b.mlp
-    n1, n2, n3, n4 = (
-        b.input_layernorm,
-        b.attention_output_norm,
-        b.post_attention_layernorm,
-        b.mlp_output_norm,
-    )
+    a = b.self_attn
+    f = b.mlp
+    n1 = b.input_layernorm
+    n2 = b.attention_output_norm
+    n3 = b.post_attention_layernorm
+    n4 = b.mlp_output_norm
     h = b.add_to_stream(x, a(n1(x)), n2)  # the stream after attention
     slips = {
         "the MLP reads the stream from before attention; it must read the new one": b.add_to_stream(
@@ -301,7 +302,8 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
         )
     else:
         z = b.add_to_stream(n1(x), a(n1(x)), n2)
-        w, g = x + n2(a(n3(x))), x + n3(a(n1(x)))
+        w = x + n2(a(n3(x)))
+        g = x + n3(a(n1(x)))
         slips |= {
             "residual after the norm: the layer reads norm(x), but its answer is added to x"
             " itself": b.add_to_stream(n3(z), f(n3(z)), n4),
@@ -315,13 +317,17 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
 
 def sandwich_slips(b: Any, x: Any) -> Any:
     """What a slip gives that only a sandwich can have."""
-    a, f = b.self_attn, b.mlp
-    n1, n2 = b.input_layernorm, b.attention_output_norm
-    n3, n4 = b.post_attention_layernorm, b.mlp_output_norm
+    a = b.self_attn
+    f = b.mlp
+    n1 = b.input_layernorm
+    n2 = b.attention_output_norm
+    n3 = b.post_attention_layernorm
+    n4 = b.mlp_output_norm
     slips = {}
     bare = x + a(n1(x))
     slips["the output norms are missing, which the sandwich has besides"] = bare + f(n3(bare))
-    p, q = n2(x + a(n1(x))), x + n4(a(n1(x)))
+    p = n2(x + a(n1(x)))
+    q = x + n4(a(n1(x)))
     slips["the sandwich takes the norm of the answer, x + norm(y); you have norm(x + y)"] = n4(
         p + f(n3(p))
     )
@@ -345,7 +351,9 @@ def check_multiplier(block_class: Any, rule: str, m: float, **options: Any) -> N
         h = half(x, b.self_attn(b.input_layernorm(x)), b.attention_output_norm, *first)
         return half(h, b.mlp(b.post_attention_layernorm(h)), b.mlp_output_norm, *second)
 
-    right, once, on_stream = (m, 1, 1) if rule == "post" else (1, m, 1), (1, 1, 1), (1, 1, m)
+    right = (m, 1, 1) if rule == "post" else (1, m, 1)
+    once = (1, 1, 1)
+    on_stream = (1, 1, m)
     slips = {
         "the multiplier is forgotten": wired(once, once),
         "the multiplier is forgotten for attention": wired(once, right),
@@ -368,7 +376,8 @@ def check_multiplier(block_class: Any, rule: str, m: float, **options: Any) -> N
 
 def check_arguments(block_class: Any, T: int = 6, **options: Any) -> None:
     ours, real = block_pair(block_class, **options)
-    x, turn = noise(2, T, 8), RotaryEmbedding(4)(torch.arange(3, 3 + T))
+    x = noise(2, T, 8)
+    turn = RotaryEmbedding(4)(torch.arange(3, 3 + T))
     plain, right = real(x)
     mask = noise(2, 1, T, T, seed=5) > -0.3
     mask |= torch.eye(T, dtype=torch.bool)
@@ -437,9 +446,12 @@ def check_statistics(stats: Any, right: Any) -> None:
 def check_pieces(call: Any, ours: Any, x: Any, turn: Any, right: Any) -> None:
     """With a cache, in pieces, the output is that of one go."""
     T = x.shape[1]
-    cache, pieces, end = ToyCache(), [], 0
+    cache = ToyCache()
+    pieces = []
+    end = 0
     for size in (T - 2, 1, 1):
-        start, end = end, end + size
+        start = end
+        end = end + size
         positions = tuple(part[:, start:end] for part in turn)
         pieces.append(call(ours, x[:, start:end], position_embeddings=positions, cache=cache)[0])
     assert cache.kept, "nothing was written into the cache: hand it on to attention"
@@ -475,9 +487,14 @@ def check_mended(answers: Any, name: str, m: float, T: int = 5, **options: Any) 
 
 def mended_slips(block: Any, x: Any, m: float) -> Any:
     """What is left of each bug, and what a wrong repair gives."""
-    a, f, n1, n3 = block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm
+    a = block.self_attn
+    f = block.mlp
+    n1 = block.input_layernorm
+    n3 = block.post_attention_layernorm
     h = x + m * a(n1(x))
-    z, k, s = n1(x) + m * a(n1(x)), x + a(n1(x)), m * x + a(n1(x))
+    z = n1(x) + m * a(n1(x))
+    k = x + a(n1(x))
+    s = m * x + a(n1(x))
     slips = {
         "a": {
             "nothing has changed: x is overwritten by its norm, so the stream is normalised"
@@ -547,7 +564,8 @@ def check_shows(answers: Any, broken: Any) -> None:
                 said = letter in letters
                 difference = (function(block, x) - block(x)[0]).abs().max().item()
                 assert said or not seen, (
-                    f'"{name}" does show bug ({letter}): the outputs differ by up to {difference:.2g}'
+                    f'"{name}" does show bug ({letter}): the outputs differ by up to'
+                    f" {difference:.2g}"
                 )
                 assert seen or not said, (
                     f'"{name}" does not show bug ({letter}): the outputs are the same'
@@ -565,7 +583,8 @@ def small_model(
         TransformerBlock(config_of(C, residual_multiplier=multiplier), layer_index)
         for layer_index in range(depth)
     ]
-    norm, head = RMSNorm(C, eps=eps), nn.Linear(C, V, bias=False)
+    norm = RMSNorm(C, eps=eps)
+    head = nn.Linear(C, V, bias=False)
     for seed, module in enumerate((norm, head, *blocks)):
         randomise(module, seed).requires_grad_(False)
     return nn.ModuleList(blocks), norm, head
@@ -573,7 +592,9 @@ def small_model(
 
 def check_contributions(answer: Any, depth: int, multiplier: float, B: int = 2, T: int = 5) -> None:
     blocks, norm, _ = small_model(depth, multiplier=multiplier)
-    x, answers, streams = noise(B, T, 8), [], []
+    x = noise(B, T, 8)
+    answers = []
+    streams = []
     hooks = [
         layer.register_forward_hook(lambda *call: answers.append(call[2]))
         for b in blocks
@@ -593,7 +614,8 @@ def check_contributions(answer: Any, depth: int, multiplier: float, B: int = 2, 
     count = len(parts)
     right = [before, *(multiplier * answer for answer in answers)]
     for i, (part, real) in enumerate(zip(parts, right, strict=True)):
-        block, layer = (i + 1) // 2, ("attention" if i % 2 else "MLP")
+        block = (i + 1) // 2
+        layer = "attention" if i % 2 else "MLP"
         name = (
             f"part {i} of 0 to {count - 1}, {layer} of block {block}"
             if i
@@ -625,7 +647,8 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
     block = (i + 1) // 2
     real = right[i]
     before = right[0]
-    b, h = blocks[block - 1], streams[block - 1]
+    b = blocks[block - 1]
+    h = streams[block - 1]
     slips = [
         (
             ("the multiplier is missing: the part is what was added, not what the layer answered"),
@@ -643,7 +666,8 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
         ),
     ]
     if i % 2 == 0:
-        stale, bare = b.mlp(b.post_attention_layernorm(h)), b.mlp(h + right[i - 1])
+        stale = b.mlp(b.post_attention_layernorm(h))
+        bare = b.mlp(h + right[i - 1])
         late = b.mlp(b.post_attention_layernorm(h + right[i - 1] / multiplier))
         slips += [
             ("the MLP reads the stream from before attention", multiplier * stale),
@@ -900,8 +924,10 @@ def check_exponent(answer: Any, xs: Any, ys: Any) -> None:
     name = f"exponent({xs}, {[round(y, 3) for y in ys]})"
     found = expect_number(answer(*given), name)
     assert given == (xs, ys), f"{name}: the lists have changed after the call"
-    x64, y64 = torch.tensor(xs).double(), torch.tensor(ys).double()
-    u, w = x64.log(), y64.log()
+    x64 = torch.tensor(xs).double()
+    y64 = torch.tensor(ys).double()
+    u = x64.log()
+    w = y64.log()
 
     def slope(a: Any, b: Any) -> Any:
         return (((a - a.mean()) * (b - b.mean())).sum() / (a - a.mean()).square().sum()).item()
@@ -972,7 +998,8 @@ def check_growth_and_rise(answers: Any) -> None:
     """Task 5, third part."""
     with case("Task 5, growth and rise"):
         written(answers, "growth", "rise")
-        growth, rise = answers["growth"], answers["rise"]
+        growth = answers["growth"]
+        rise = answers["rise"]
         for name, typed, keys in (
             ("growth", growth, ("pre", "sandwich", "post")),
             ("rise", rise, ("gated, gain 1", "plain, gain 1", "gated, gain 0.25")),
@@ -996,7 +1023,8 @@ def check_growth(growth: Any) -> None:
             0.5,
             1,
         ), f'growth["{rule}"] is {said}: choose from 0, 0.25, 0.5 and 1'
-        y, sizes = noise(2, 8, 32), []
+        y = noise(2, 8, 32)
+        sizes = []
         with torch.no_grad():
             for block in deep_stack(20, rule):
                 y = block(y)[0]
@@ -1016,7 +1044,8 @@ def check_rise(rise: Any) -> None:
     for name in ("gated, gain 1", "plain, gain 1", "gated, gain 0.25"):
         said = rise[name]
         assert said in ("steep", "mild"), f'rise["{name}"] is {said!r}: choose "steep" or "mild"'
-        y = start = noise(2, 8, 32).requires_grad_()
+        start = noise(2, 8, 32).requires_grad_()
+        y = start
         deep = deep_stack(24, "post", use_glu=False) if "plain" in name else deep_stack(24, "post")
         if "0.25" in name:  # the last of the three
             for weight in deep.parameters():
@@ -1048,10 +1077,8 @@ def parallel_pair(answers: Any, C: int = 8, layer_index: int = 0, **options: Any
         kind(config_of(C, **options), layer_index).eval() for kind in (own, TransformerBlock)
     )
     randomise(parts)
-    names, expected = (
-        set(ours.state_dict()),
-        {name for name in parts.state_dict() if "post_attention" not in name},
-    )
+    names = set(ours.state_dict())
+    expected = {name for name in parts.state_dict() if "post_attention" not in name}
     left = [name for name in sorted(names) if "post_attention" in name]
     assert not left, (
         f"{left[0] if left else ''} is still a parameter; no one uses it, and the parallel block"
@@ -1083,7 +1110,9 @@ def call_parallel(block: Any, x: Any, **arguments: Any) -> Any:
 def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
     ours, b = parallel_pair(answers, residual_multiplier=m, **options)
     x = 3 * noise(2, T, 8)
-    a, f, h = b.self_attn, b.mlp, b.input_layernorm(x)
+    a = b.self_attn
+    f = b.mlp
+    h = b.input_layernorm(x)
     after = x + m * a(h)
     expect(
         call_parallel(ours, x)[0],
@@ -1117,12 +1146,15 @@ def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
 def check_promises(answers: Any, T: int = 6, m: float = 1.0, **options: Any) -> None:
     """Cached = full, causal, arguments handed on, statistics, gradients."""
     ours, b = parallel_pair(answers, residual_multiplier=m, **options)
-    x, turn, mask = noise(2, T, 8), RotaryEmbedding(4)(torch.arange(T)), noise(T, T, seed=4) > -0.3
+    x = noise(2, T, 8)
+    turn = RotaryEmbedding(4)(torch.arange(T))
+    mask = noise(T, T, seed=4) > -0.3
     mask |= torch.eye(T, dtype=torch.bool)
     h = b.input_layernorm(x)
     z, right = b.mlp(h) if isinstance(b.mlp, MoE) else (b.mlp(h), None)
     for given in ({"position_embeddings": turn}, {"mask": mask}):
-        name, bare = next(iter(given)), x + m * (b.self_attn(h) + z)
+        name = next(iter(given))
+        bare = x + m * (b.self_attn(h) + z)
         expect(
             call_parallel(ours, x, **given)[0],
             x + m * (b.self_attn(h, **given) + z),
@@ -1139,16 +1171,8 @@ def check_promises(answers: Any, T: int = 6, m: float = 1.0, **options: Any) -> 
         assert ok, (
             "the statistics of the experts are not handed on, or not those of the MoE for norm(x)"
         )
-    cache, pieces, end = ToyCache(), [], 0
-    for size in (T - 2, 1, 1):
-        start, end = end, end + size
-        positions = tuple(part[:, start:end] for part in turn)
-        pieces.append(
-            call_parallel(ours, x[:, start:end], position_embeddings=positions, cache=cache)[0]
-        )
-    assert cache.kept, "nothing was written into the cache: hand it on to attention"
     whole = call_parallel(ours, x, position_embeddings=turn)[0]
-    expect(torch.cat(pieces, 1), whole, "with a cache, in pieces, the output is not that of one go")
+    check_pieces(call_parallel, ours, x, turn, whole)
     changed = x.clone()
     changed[:, -1] += 1
     assert same(call_parallel(ours, changed)[0][:, :-1], call_parallel(ours, x)[0][:, :-1]), (
@@ -1180,7 +1204,8 @@ def check_joined(
     answer: Any, C: int = 8, F: int = 12, dtype: Any = torch.float32, **options: Any
 ) -> None:
     block = randomise(TransformerBlock(config_of(C, intermediate_size=F, **options))).to(dtype)
-    attention, mlp = block.self_attn, block.mlp
+    attention = block.self_attn
+    mlp = block.mlp
     five = {
         "q": attention.q_proj,
         "k": attention.k_proj,
@@ -1206,7 +1231,8 @@ def check_joined(
         "the new layer cannot be trained: a weight is frozen"
     )
     x = noise(2, 3, C).to(dtype)
-    y, start = one(x), 0
+    y = one(x)
+    start = 0
     for name, layer in five.items():
         check_piece(name, five, one, y, x, start)
         start += layer.out_features
