@@ -8,7 +8,9 @@ import torch
 from matplotlib.patches import FancyArrowPatch
 from torch import Tensor
 
-BLUE, ORANGE, GREEN, GRAY = "tab:blue", "tab:orange", "tab:green", "gray"
+BLUE = "tab:blue"
+ORANGE = "tab:orange"
+GRAY = "gray"
 
 
 # ---------------------------------------------------------------------------------------- the ring
