@@ -125,7 +125,7 @@ def show_scaling(tokens: Sequence[int], factors: Sequence[float]) -> None:
     plt.xlabel("tokens in each process and step")
     plt.ylabel("speed of two over one")
     plt.legend(fontsize=8)
-    plt.title("A larger share hides the messages", fontsize=10)
+    plt.title("Two processes against one, measured", fontsize=10)
     plt.tight_layout()
     plt.show()
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="attr-defined,var-annotated,assignment,arg-type,misc,operator"
 """The checks of exercise 15, distributed: each says what is wrong with an answer.
 
 `run` starts a process for each rank. The processes share nothing but a wire, whose other end is a
@@ -307,7 +308,8 @@ def task1_step(answers: Any) -> None:
             },
             "mean_of_means": {
                 2: (
-                    "that is the mean over all targets; here each rank takes its own mean first: 10 / 2"
+                    "that is the mean over all targets; here each rank takes its own mean"
+                    " first: 10 / 2"
                     " and 6 / 6"
                 ),
                 6: "that is the sum of the two means; average them",
@@ -346,13 +348,15 @@ def check_steps(answers: Any, checks: Any) -> None:
                 found = step_gradient(list(sums), list(targets))
             except ZeroDivisionError:
                 raise AssertionError(
-                    f"step_gradient({list(sums)}, {list(targets)}) divides by zero: a rank may have no"
+                    f"step_gradient({list(sums)}, {list(targets)}) divides by zero: a rank"
+                    f" may have no"
                     " targets, so divide by their sum only"
                 ) from None
             found = expect_number(found, f"step_gradient({list(sums)}, {list(targets)})")
             expected = sum(sums) / sum(targets)
             assert abs(found - expected) < 1e-4, (
-                f"step_gradient({list(sums)}, {list(targets)}) is {found:g}, expected {expected:g}: add"
+                f"step_gradient({list(sums)}, {list(targets)}) is {found:g}, expected"
+                f" {expected:g}: add"
                 " the sums, add the targets, divide once"
             )
 
@@ -381,7 +385,8 @@ def task1_costs(answers: Any) -> None:
         slips = {
             "ring_mb": {
                 700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
-                11200: "that is the whole tensor in each of the 14 steps; a step sends one part of 8",
+                11200: "that is the whole tensor in each of the 14 steps; a step sends one"
+                " part of 8",
                 1600: "there are 2 (n - 1) steps, not 2 n",
                 5600: "that is what rank 0 sends without a ring",
                 1.4: "that is in GB",
@@ -424,7 +429,8 @@ def task1_costs(answers: Any) -> None:
                 5: "only the parameters of the block are gathered, not its gradients and moments",
                 15: "one block of 24 is whole, not all of them",
                 3.125: "3 billion / 24 are parameters, and each has 4 bytes",
-                3.03: "a block has 3 billion / 24 parameters; all processes' shares of it are gathered",
+                3.03: "a block has 3 billion / 24 parameters; all processes' shares of it"
+                " are gathered",
             },
         }
         for name, expected in right.items():
@@ -692,7 +698,8 @@ def task3_shares(answers: Any) -> None:
             for rank, result in enumerate(found):
                 assert result["weights"] == weights, (
                     f"before the first step rank {rank} has the weights"
-                    f" {[round(w, 2) for w in result['weights']]}, expected those of start_line(seed):"
+                    f" {[round(w, 2) for w in result['weights']]}, expected those of"
+                    f" start_line(seed):"
                     f" {[round(w, 2) for w in weights]}"
                 )
             for rank, result in enumerate(found):
@@ -724,14 +731,16 @@ def task3_shares(answers: Any) -> None:
                 None,
             )
             assert not much, (
-                f"{much}, in all processes together: cut the rows of a step, so that each is read by"
+                f"{much}, in all processes together: cut the rows of a step, so that"
+                f" each is read by"
                 " one process"
             )
             unread = [row for row, count in enumerate(counts) if not count]
             assert (
                 not unread or data["use"][unread].any() or data["use"].sum() + len(unread) != 21
             ), (
-                f"{less}, in all processes together, like all rows without a target: they are read too,"
+                f"{less}, in all processes together, like all rows without a target:"
+                f" they are read too,"
                 " and `read` lists them"
             )
             assert not less, (
@@ -745,7 +754,8 @@ def task3_shares(answers: Any) -> None:
             )
             for rank, result in enumerate(found):
                 assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
-                    f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}: the shares"
+                    f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}:"
+                    f" the shares"
                     " are unequal, so add up squares and rows of all processes, then divide"
                 )
             assert computed <= rows, (
@@ -1028,7 +1038,8 @@ def check_unused(answers: Any) -> Any:
                 f"rank {rank}: the first backward uses all layers, and finish raises: {earlier}"
             )
             assert message is not None, (
-                f"rank {rank}: the second backward does not use the layer `idle`, and finish raised no"
+                f"rank {rank}: the second backward does not use the layer `idle`, and"
+                f" finish raised no"
                 " RuntimeError. Note which hooks were called since the last finish: .grad may hold"
                 " zeros from before"
             )
@@ -1043,15 +1054,18 @@ def check_unused(answers: Any) -> Any:
                 if name in message
             ]
             assert not others, (
-                f"rank {rank}: the message of finish names {' and '.join(others)}, whose gradients have"
+                f"rank {rank}: the message of finish names {' and '.join(others)},"
+                f" whose gradients have"
                 f" come: {message}"
             )
             for number, travelled in enumerate(travels):
                 expected = _packed(models[rank], 20)[number % 2 :]
                 assert travelled == expected, (
                     f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
-                    f" {'without' if number == 1 else 'with'} `idle`, buckets of {travelled} numbers"
-                    f" travelled, expected {expected}: those all of whose gradients have come in this"
+                    f" {'without' if number == 1 else 'with'} `idle`, buckets of"
+                    f" {travelled} numbers"
+                    f" travelled, expected {expected}: those all of whose gradients have"
+                    f" come in this"
                     " backward"
                 )
             assert later is None, (
@@ -1077,7 +1091,8 @@ def check_twice(answers: Any) -> Any:
         (alone(torch.ones(2, 3)) + alone(torch.ones(2, 3) + 1)).backward()
         for travelled, gradient in run(2, play):
             assert travelled == _packed(alone, 20), (
-                f"the buckets that travelled held {travelled} numbers, expected {_packed(alone, 20)}: a"
+                f"the buckets that travelled held {travelled} numbers, expected"
+                f" {_packed(alone, 20)}: a"
                 " parameter counts once, however often it is used"
             )
             assert torch.allclose(gradient, alone.twice.weight.grad, atol=1e-4), (

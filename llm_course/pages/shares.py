@@ -65,7 +65,7 @@ def flat(tensors: Iterable[Any]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in whole])
 
 
-def manager(strategy: str) -> DistributedManager:
+def manager(strategy: Any) -> DistributedManager:
     """The manager of a strategy, for processes that have met already."""
     return DistributedManager(DistributedConfig(strategy=strategy), device="cpu")
 
@@ -95,7 +95,7 @@ def watch_window(runtime: Runtime, *, use_no_sync: bool) -> tuple[list[list[Any]
         events.append(bucket.buffer().nbytes)
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
-    model = DistributedDataParallel(inner, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.01)
     model.register_comm_hook(None, leave)
     batch = rows(runtime.rank)
     model(**batch).loss_sum.backward()  # the first pass only teaches DDP the order
@@ -196,7 +196,7 @@ def whole_groups(runtime: Runtime) -> list[list[bool]]:
 
     The first group is what belongs to no block: the embedding and the last norm.
     """
-    model = make_model(num_layers=4)
+    model: Any = make_model(num_layers=4)
     seen: list[list[bool]] = []
     manager("fsdp").shard(model, bf16=False)
 
@@ -254,7 +254,7 @@ def adamw_steps(
 def three_steps(runtime: Runtime, *, strategy: str, bf16: bool = False) -> dict[str, Any]:
     """Three steps of AdamW: the weights, the bytes held, and the types of what was used."""
     runtime = manager(strategy)
-    model = make_model()
+    model: Any = make_model()
     runtime.shard(model, bf16=bf16)
     types: list[torch.dtype] = []
     hook = model.layers[0].self_attn.register_forward_pre_hook(
@@ -320,9 +320,8 @@ def by_engine(
     if planted:
         engine.setup()
         divide = engine.window.mean_and_clip
-        engine.window.mean_and_clip = lambda n: divide(  # type: ignore[method-assign]
-            n * runtime.world_size
-        )
+        window: Any = engine.window
+        window.mean_and_clip = lambda n: divide(n * runtime.world_size)
     engine.run()
     again = make(Norms())
     again.setup(runtime.gather(engine.state_dict())[0])
