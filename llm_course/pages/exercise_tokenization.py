@@ -239,8 +239,7 @@ def _check_frequency(choose_pair: Answer) -> None:
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 5})
         assert found is not None, (
             "there are pairs that occur often enough, but your function returned None: does"
-            " it return"
-            " its result?"
+            " it return its result?"
         )
         assert found != (1, 2), (
             "(3, 4) stands in one word that occurs 5 times, (1, 2) in two words that occur 2 times"
@@ -250,8 +249,7 @@ def _check_frequency(choose_pair: Answer) -> None:
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 3})
         assert found == (1, 2), (
             "(1, 2) stands in two words that occur 2 times each, 4 against 3 for (3, 4), but"
-            f" {found}"
-            " was chosen: add the frequencies of all words"
+            f" {found} was chosen: add the frequencies of all words"
         )
 
 
@@ -271,8 +269,7 @@ def _check_ties(choose_pair: Answer) -> None:
         found = chosen(choose_pair, {(5, 6): 3, (2, 9): 3, (2, 4): 3})
         assert found != (5, 6), (
             "three pairs occur 3 times and (5, 6) was chosen: not the first one found nor"
-            " the largest"
-            " wins, but the one with the smaller symbols"
+            " the largest wins, but the one with the smaller symbols"
         )
         assert found == (2, 4), (
             f"(2, 9) and (2, 4) begin with the same symbol, and {found} was chosen: then the second"
@@ -303,14 +300,12 @@ def _check_min_frequency(choose_pair: Answer) -> None:
         found = chosen(choose_pair, {(1, 2): 2}, min_frequency=3)
         assert found is None, (
             f"the only pair occurs twice and min_frequency=3 was asked for, but {found} was"
-            " chosen: 2"
-            " is only the default"
+            " chosen: 2 is only the default"
         )
         found = chosen(choose_pair, {(1, 2): 1, (8, 1, 2): 1})
         assert found == (1, 2), (
             "(1, 2) stands in two words that occur once each, and so it occurs twice:"
-            " min_frequency=2"
-            " is about the pair, not about the word"
+            " min_frequency=2 is about the pair, not about the word"
         )
         assert chosen(choose_pair, {(4,): 9, (): 3}) is None, (
             "words of one symbol or none hold no pair: return None"
@@ -327,13 +322,11 @@ def _check_max_bytes(choose_pair: Answer) -> None:
         found = chosen(choose_pair, words, spelled_lengths, max_bytes=3)
         assert found is not None, (
             "the most frequent pair is too long, and your function gave up: look for the"
-            " best of the"
-            " pairs that are short enough"
+            " best of the pairs that are short enough"
         )
         assert found != (257, 256), (
             "(257, 256) joins 3 and 2 bytes, more than max_bytes=3: what counts is the"
-            " length of both"
-            " together"
+            " length of both together"
         )
         assert found == (
             256,
@@ -365,13 +358,11 @@ def check_choose_pair(choose_pair: Answer, train_with: Answer) -> None:
         for number, (mine, right) in enumerate(zip(trained, expected, strict=False), 1):
             assert mine == right, (
                 f"training with your function on {dict(toy)}: merge number {number} is {mine},"
-                " and the"
-                f" package merges {right}"
+                f" and the package merges {right}"
             )
         assert len(trained) == len(expected), (
             f"training with your function learns {len(trained)} merges from {dict(toy)}, the"
-            " package"
-            f" {len(expected)}"
+            f" package {len(expected)}"
         )
         for limit in (None, 3):
             print(
@@ -394,13 +385,11 @@ def encoded_by_you(encode_word: Answer, word: bytes, merges: Sequence[Any]) -> l
     assert given_merges == list(merges), "your function changed the list of merges"
     assert isinstance(found, list), (
         f"for {word!r} your function returned {type(found).__name__}, expected a list:"
-        " does it return"
-        " its result?"
+        " does it return its result?"
     )
     assert all(isinstance(token, bytes) for token in found), (
         f"for {word!r} your function returned {found}, but tokens are bytes: word[i] is a"
-        " number, and"
-        " word[i : i + 1] one byte"
+        " number, and word[i : i + 1] one byte"
     )
     assert b"".join(found) == word, (
         f"your tokens {found} do not spell {word!r}: nothing may be lost or added, not even a space"
@@ -414,8 +403,7 @@ def check_encode_word(encode_word: Answer) -> None:
         found = encoded_by_you(encode_word, b"abc", [(b"b", b"c"), (b"a", b"b")])
         assert found != [b"ab", b"c"], (
             "'abc' with the merges (b, c), (a, b): you cut ab + c, but (b, c) was learned"
-            " first. Is the"
-            " longest token taken, or the leftmost pair, or the last merge?"
+            " first. Is the longest token taken, or the leftmost pair, or the last merge?"
         )
         assert found == [
             b"a",
@@ -425,15 +413,13 @@ def check_encode_word(encode_word: Answer) -> None:
         found = encoded_by_you(encode_word, b"lowest", toy)
         assert found != [b"lo", b"w", b"es", b"t"], (
             "'lowest': es and lo were joined, but then t and w can be joined to them: look"
-            " again after"
-            " each merge"
+            " again after each merge"
         )
         assert found == [b"low", b"est"], f"'lowest' is low + est, but you have {found}"
         found = encoded_by_you(encode_word, b"aaaaa", [(b"a", b"a")])
         assert len(found) != 4, (
             "'aaaaa' with (a, a): the pair fits twice, not only once; go on until nothing is"
-            " left to"
-            " merge"
+            " left to merge"
         )
         assert found == [
             b"aa",
@@ -441,16 +427,7 @@ def check_encode_word(encode_word: Answer) -> None:
             b"a",
         ], f"'aaaaa' with (a, a) is aa + aa + a, read from left to right, but you have {found}"
         _check_bytes(encode_word)
-        found = encoded_by_you(encode_word, b"abc", [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")])
-        assert found != [b"abc"], (
-            "'abc' with the merges (b, c), (a, b), (ab, c): a + bc cannot be joined, since"
-            " the pair (a,"
-            " bc) is not in the list; look up the pair, not what it would make"
-        )
-        assert found == [
-            b"a",
-            b"bc",
-        ], f"'abc' with the merges (b, c), (a, b), (ab, c) is a + bc, but you have {found}"
+        _check_the_pair(encode_word)
         assert encoded_by_you(encode_word, b"", toy) == [], (
             "the empty word has no tokens: return an empty list"
         )
@@ -459,6 +436,19 @@ def check_encode_word(encode_word: Answer) -> None:
             b"o",
             b"w",
         ], "without merges a word falls into its bytes"
+
+
+def _check_the_pair(encode_word: Answer) -> None:
+    """The rank belongs to the pair, not to what it makes."""
+    found = encoded_by_you(encode_word, b"abc", [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")])
+    assert found != [b"abc"], (
+        "'abc' with the merges (b, c), (a, b), (ab, c): a + bc cannot be joined, since"
+        " the pair (a, bc) is not in the list; look up the pair, not what it would make"
+    )
+    assert found == [
+        b"a",
+        b"bc",
+    ], f"'abc' with the merges (b, c), (a, b), (ab, c) is a + bc, but you have {found}"
 
 
 def _check_bytes(encode_word: Answer) -> None:
@@ -528,8 +518,7 @@ def check_counterexamples(answers: Answers) -> None:
             told = f"by rank the word is {by_rank}, by the longest token {by_longest}"
             assert len(by_rank) != len(by_longest), (
                 f"{name}: {told}:"
-                ""
-                f" {'the same cut' if by_rank == by_longest else 'two cuts, but equally many tokens'};"
+                f" {'the same cut' if by_rank == by_longest else 'two cuts, as many tokens'};"
                 " one must have fewer tokens"
             )
             assert sign * (len(by_rank) - len(by_longest)) > 0, (
@@ -574,13 +563,11 @@ def check_white_space(answers: Answers) -> None:
         learned = [bytes(mended.spelled[256 + rank]) for rank in range(len(mended.spelled) - 256)]
         assert learned, (
             f"training has learned nothing from {text!r}: count_words takes a list of texts,"
-            " [text]; of"
-            " a bare text it takes each character for a text"
+            " [text]; of a bare text it takes each character for a text"
         )
         assert any(b" " in token for token in learned), (
             f"training has learned {learned}, and no token begins with a space: does train"
-            " still cut"
-            " with split()?"
+            " still cut with split()?"
         )
         crossing = [token for token in learned if b" " in token[1:]]
         assert crossing == [], (
@@ -596,8 +583,7 @@ def check_white_space(answers: Answers) -> None:
         found = whole_numbers("encode", mended.encode("a deep sea!"))
         assert found == judge.encode("a deep sea!"), (
             f"'a deep sea!' has the ids {found}, with the package"
-            f" {judge.encode('a deep sea!')}: does"
-            " encode cut as train does?"
+            f" {judge.encode('a deep sea!')}: does encode cut as train does?"
         )
         _check_whole_text(MendedTokenizer)
 
@@ -615,8 +601,7 @@ def _check_whole_text(MendedTokenizer: Any) -> None:
         spelled = mended.spelled.get(number)
         assert spelled == token, (
             f"trained on {text[:52]!r}..., id {number} is {spelled}, with the package"
-            f" {token!r}: use"
-            " GPT-2's pattern in train and in encode"
+            f" {token!r}: use GPT-2's pattern in train and in encode"
         )
     for sample in (
         "they'll  run\n",
@@ -650,8 +635,7 @@ def check_decode(answers: Answers) -> None:
             )
             assert "\ufffd" not in back, (
                 f"the ids of {sample!r} are decoded to {back!r}: one id may hold a part of a"
-                " character,"
-                " so join all bytes first, and decode then"
+                " character, so join all bytes first, and decode then"
             )
             assert back == sample, (
                 f"the ids of {sample!r} are decoded to {back!r}: were bytes dropped, or read as"
@@ -661,8 +645,7 @@ def check_decode(answers: Answers) -> None:
             back = bare.decode(judge.encode_bytes(b"a\xe6\xb7"))
         assert back == "a\ufffd", (
             f"the ids of b'a' and of two of the three bytes of 深 are decoded to {back!r}:"
-            " unreadable"
-            " bytes become U+FFFD, as in the package"
+            " unreadable bytes become U+FFFD, as in the package"
         )
 
 
@@ -690,8 +673,7 @@ def check_file(answers: Answers) -> None:
         assert after == before, f"the ids were {before}, and after loading they are {after}"
         assert not any(isinstance(key, str) for key in loaded.spelled), (
             "after loading the keys of `spelled` are text, so decode cannot find the id 257:"
-            " keys of a"
-            " JSON object are text"
+            " keys of a JSON object are text"
         )
         assert loaded.decode(before) == "abababb", (
             f"a loaded tokenizer decodes the ids of 'abababb' to {loaded.decode(before)!r}"
@@ -718,8 +700,7 @@ def check_evaluate(answers: Answers) -> None:
         )
         assert abs(found - 1) > 1e-9, (
             "evaluate finds 1 byte per token, as if no merge had been learned, or none fits:"
-            " does train"
-            " give count_words a list of texts, [text], and is the last tenth measured?"
+            " does train give count_words a list of texts, [text], and is the last tenth measured?"
         )
         assert abs(found - ratio(one_word, one_word[cut:], 99)) > 1e-9, (
             f"the last tenth holds pairs that were never seen, and yet it has {found:.1f} bytes per"
@@ -1049,8 +1030,7 @@ def check_stream_until(stream_until: Answer) -> None:
         found, at_each, _ = streamed(stream_until, judge, half, "###")
         assert found != "a", (
             "the ids end with two of the three bytes of a character, and your stream drops"
-            " them: what"
-            " does `decode` make of them?"
+            " them: what does `decode` make of them?"
         )
         assert found == judge.decode(half), (
             f"the ids end in the middle of a character: decode gives {judge.decode(half)!r}, your"
