@@ -516,10 +516,10 @@ def check_counterexamples(answers: Answers) -> None:
         ):
             by_rank, by_longest = both_ways(name, answer)
             told = f"by rank the word is {by_rank}, by the longest token {by_longest}"
+            same = by_rank == by_longest
+            cuts = "the same cut" if same else "two cuts, but equally many tokens"
             assert len(by_rank) != len(by_longest), (
-                f"{name}: {told}:"
-                f" {'the same cut' if by_rank == by_longest else 'two cuts, as many tokens'};"
-                " one must have fewer tokens"
+                f"{name}: {told}: {cuts}; one must have fewer tokens"
             )
             assert sign * (len(by_rank) - len(by_longest)) > 0, (
                 f"{name}: {told}: that is the other way round"
