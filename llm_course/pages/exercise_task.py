@@ -984,17 +984,29 @@ def _check_aux(seen: float, errors: list[float], sizes: tuple[int, int], weight:
     )
     if abs(seen - aux) <= 1e-4:
         return
-    slips = {
-        weight * mean: "aux_sum is the weighted mean error itself: it will be divided by"
-        " num_targets, so multiply it by num_targets",
-        weight * sum(errors): "aux_sum is the weighted *sum* of the errors: take their mean, then"
-        " multiply it by num_targets",
-        aux * len(errors) / rows: "the mean error counts unknown numbers: divide by the known ones",
-        weight * mean * rows: "aux_sum is scaled by the rows, not by the known labels",
-        mean * known: "is WEIGHT used?",
-        0.5 * mean * known: f"WEIGHT is {weight:g} here, and 0.5 was used: read self.WEIGHT",
-    }
-    for slip, words in slips.items():
+    slips = [  # two may give the same number: the first is the likelier one
+        (
+            weight * mean,
+            "aux_sum is the weighted mean error itself: it will be divided by num_targets, so multiply"
+            " it by num_targets",
+        ),
+        (
+            weight * sum(errors),
+            "aux_sum is the weighted *sum* of the errors: take their mean, then multiply it by"
+            " num_targets",
+        ),
+        (
+            aux * len(errors) / rows,
+            "the mean error counts unknown numbers: divide by the known ones",
+        ),
+        (weight * mean * rows, "aux_sum is scaled by the rows, not by the known labels"),
+        (mean * known, "is WEIGHT used?"),
+        (
+            0.5 * mean * known,
+            f"WEIGHT is {weight:g} here, and 0.5 was used: read self.WEIGHT",
+        ),
+    ]
+    for slip, words in slips:
         assert abs(seen - slip) > 1e-4, words
     raise AssertionError(
         f"aux_sum is {seen:.4f}, expected {aux:.4f} = WEIGHT * mean error of the known numbers *"
