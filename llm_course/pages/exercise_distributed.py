@@ -281,60 +281,63 @@ def student(answers: dict[str, Any], *names: str) -> Any:
     return answers[names[0]] if len(names) == 1 else [answers[name] for name in names]
 
 
+STEP_SLIPS: dict[str, dict[float, str]] = {
+    "gradient": {
+        3: ("that is the mean of means: the first rank's 2 targets count as much as the other's 6"),
+        8: "that is divided by the number of processes; divide by that of targets",
+        16: "that is the sum over all targets; divide it by their number",
+    },
+    "mean_of_means": {
+        2: (
+            "that is the mean over all targets; here each rank takes its own mean"
+            " first: 10 / 2"
+            " and 6 / 6"
+        ),
+        6: "that is the sum of the two means; average them",
+    },
+    "ddp": {
+        16: "that is the sum over the processes; DDP averages",
+        2: "DDP knows nothing of targets: it averages over processes",
+        3: "backward was called on the sums, not on the means",
+    },
+    "factor": {
+        0.125: "that is right for a sum; DDP has divided by the world size already",
+        4: "that is the inverse",
+        2: "and the targets? .grad holds a sum over targets, divided by 2",
+        0.5: "DDP has divided by 2 already: multiply by it",
+    },
+}
+
+
+def _expect_typed(answers: Any, names: Any) -> None:
+    missing = [name for name in names if name not in answers]
+    assert not missing, f"type {', '.join(missing)} into the cell above and run it"
+
+
+def _expect_numbers(answers: Any, right: Any, slips: Any, is_near: Any) -> None:
+    """The numbers are right, or the slip behind a wrong one is named."""
+    for name, expected in right.items():
+        found = expect_number(answers[name], name)
+        slip = next((text for value, text in slips[name].items() if is_near(found, value)), None)
+        assert slip is None, f"{name} is {found:g}: {slip}"
+        assert is_near(found, expected), (
+            f"{name} is {found:g}, which is not right; look at the second hint"
+        )
+
+
 def task1_step(answers: Any) -> None:
     """Task 1, a step."""
     with case("Task 1, a step"):
-        missing = [
-            name
-            for name in ("gradient", "mean_of_means", "ddp", "factor", "step_gradient")
-            if name not in answers
-        ]
-        assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-        sums, targets = (10.0, 6.0), (2, 6)
+        sums = (10.0, 6.0)
+        targets = (2, 6)
         right = {
             "gradient": sum(sums) / sum(targets),
             "mean_of_means": sum(s / t for s, t in zip(sums, targets, strict=True)) / 2,
             "ddp": sum(sums) / 2,
             "factor": 2 / sum(targets),
         }
-        slips = {
-            "gradient": {
-                3: (
-                    "that is the mean of means: the first rank's 2 targets count as much as the"
-                    " other's 6"
-                ),
-                8: "that is divided by the number of processes; divide by that of targets",
-                16: "that is the sum over all targets; divide it by their number",
-            },
-            "mean_of_means": {
-                2: (
-                    "that is the mean over all targets; here each rank takes its own mean"
-                    " first: 10 / 2"
-                    " and 6 / 6"
-                ),
-                6: "that is the sum of the two means; average them",
-            },
-            "ddp": {
-                16: "that is the sum over the processes; DDP averages",
-                2: "DDP knows nothing of targets: it averages over processes",
-                3: "backward was called on the sums, not on the means",
-            },
-            "factor": {
-                0.125: "that is right for a sum; DDP has divided by the world size already",
-                4: "that is the inverse",
-                2: "and the targets? .grad holds a sum over targets, divided by 2",
-                0.5: "DDP has divided by 2 already: multiply by it",
-            },
-        }
-        for name, expected in right.items():
-            found = expect_number(answers[name], name)
-            slip = next(
-                (text for value, text in slips[name].items() if abs(found - value) < 0.006), None
-            )
-            assert slip is None, f"{name} is {found:g}: {slip}"
-            assert abs(found - expected) < 0.006, (
-                f"{name} is {found:g}, which is not right; look at the second hint"
-            )
+        _expect_typed(answers, (*right, "step_gradient"))
+        _expect_numbers(answers, right, STEP_SLIPS, lambda a, b: abs(a - b) < 0.006)
     check_steps(answers, [((10.0, 6.0), (2, 6)), ((10.0, -4.0, 6.0), (2, 1, 1))])
     check_steps(answers, [((3.0, 0.0, 9.0), (1, 0, 3))])
 
