@@ -364,13 +364,69 @@ def check_steps(answers: Any, checks: Any) -> None:
             )
 
 
+BOTH_WAYS = "a wire sends and receives at the same time, and in each step of a ring it does both"
+TWO_MOMENTS = (
+    "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of moments"
+)
+COST_SLIPS: dict[str, dict[float, str]] = {
+    "ring_mb": {
+        700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
+        11200: "that is the whole tensor in each of the 14 steps; a step sends one part of 8",
+        1600: "there are 2 (n - 1) steps, not 2 n",
+        5600: "that is what rank 0 sends without a ring",
+        1.4: "that is in GB",
+    },
+    "ring_ms": {
+        35: "that is one half of the ring",
+        140: BOTH_WAYS,
+        80: "there are 2 (n - 1) steps, not 2 n",
+        0.07: "that is in seconds",
+    },
+    "one_mb": {
+        6400: "rank 0 need not send to itself",
+        11200: "rank 0 sends half of that, and receives the other half",
+        1400: "that is the ring",
+    },
+    "one_ms": {
+        280: "first it receives 7 tensors, and then it sends 7",
+        320: "rank 0 need not send to itself",
+        640: "rank 0 need not send to itself",
+        0.56: "that is in seconds",
+    },
+    "ddp_gb": {
+        24: TWO_MOMENTS,
+        12: TWO_MOMENTS,
+        36: TWO_MOMENTS,
+        3: "DDP shares nothing out: every process holds everything",
+        44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "fsdp_gb": {
+        1.5: TWO_MOMENTS,
+        0.75: TWO_MOMENTS,
+        48: "FSDP shares parameters, gradients and moments out",
+        25.5: "parameters and gradients are shared out too",
+        14.25: "parameters are shared out too",
+        2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "block_gb": {
+        3: "the whole block lies beside the shares, in addition",
+        0.5: "and the shares?",
+        5: "only the parameters of the block are gathered, not its gradients and moments",
+        15: "one block of 24 is whole, not all of them",
+        3.125: "3 billion / 24 are parameters, and each has 4 bytes",
+        3.03: "a block has 3 billion / 24 parameters; all processes' shares of it are gathered",
+    },
+}
+
+
 def task1_costs(answers: Any) -> None:
     """Task 1, costs."""
     with case("Task 1, costs"):
-        names = ("ring_mb", "ring_ms", "one_mb", "one_ms", "ddp_gb", "fsdp_gb", "block_gb")
-        missing = [name for name in names if name not in answers]
-        assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-        n, megabytes, speed, billions, blocks = 8, 800, 20, 3, 24  # MB, MB in a millisecond
+        n = 8
+        megabytes = 800
+        speed = 20  # MB in a millisecond
+        billions = 3
+        blocks = 24
         right = {
             "ring_mb": 2 * (n - 1) * megabytes / n,
             "ring_ms": 2 * (n - 1) * megabytes / n / speed,
@@ -380,72 +436,8 @@ def task1_costs(answers: Any) -> None:
             "fsdp_gb": 16 * billions / 16,
             "block_gb": 16 * billions / 16 + 4 * billions / blocks,
         }
-        both = "a wire sends and receives at the same time, and in each step of a ring it does both"
-        moments = (
-            "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of"
-            " moments"
-        )
-        slips = {
-            "ring_mb": {
-                700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
-                11200: "that is the whole tensor in each of the 14 steps; a step sends one"
-                " part of 8",
-                1600: "there are 2 (n - 1) steps, not 2 n",
-                5600: "that is what rank 0 sends without a ring",
-                1.4: "that is in GB",
-            },
-            "ring_ms": {
-                35: "that is one half of the ring",
-                140: both,
-                80: "there are 2 (n - 1) steps, not 2 n",
-                0.07: "that is in seconds",
-            },
-            "one_mb": {
-                6400: "rank 0 need not send to itself",
-                11200: "rank 0 sends half of that, and receives the other half",
-                1400: "that is the ring",
-            },
-            "one_ms": {
-                280: "first it receives 7 tensors, and then it sends 7",
-                320: "rank 0 need not send to itself",
-                640: "rank 0 need not send to itself",
-                0.56: "that is in seconds",
-            },
-            "ddp_gb": {
-                24: moments,
-                12: moments,
-                36: moments,
-                3: "DDP shares nothing out: every process holds everything",
-                44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
-            },
-            "fsdp_gb": {
-                1.5: moments,
-                0.75: moments,
-                48: "FSDP shares parameters, gradients and moments out",
-                25.5: "parameters and gradients are shared out too",
-                14.25: "parameters are shared out too",
-                2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
-            },
-            "block_gb": {
-                3: "the whole block lies beside the shares, in addition",
-                0.5: "and the shares?",
-                5: "only the parameters of the block are gathered, not its gradients and moments",
-                15: "one block of 24 is whole, not all of them",
-                3.125: "3 billion / 24 are parameters, and each has 4 bytes",
-                3.03: "a block has 3 billion / 24 parameters; all processes' shares of it"
-                " are gathered",
-            },
-        }
-        for name, expected in right.items():
-            found = expect_number(answers[name], name)
-            slip = next(
-                (text for value, text in slips[name].items() if abs(found / value - 1) < 0.004),
-                None,
-            )
-            assert slip is None, f"{name} is {found:g}: {slip}"
-            assert abs(found / expected - 1) < 0.004, (
-                f"{name} is {found:g}, which is not right; look at the second hint"
-            )
+        _expect_typed(answers, right)
+        _expect_numbers(answers, right, COST_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
 
 
 # ------------------------------------------------------------------------- 2, two halves of a ring
