@@ -463,6 +463,48 @@ def expect_tidy(wires: Any, nbytes: Any, what: Any, left: Any) -> None:
         )
 
 
+def _expect_indices(indices: Any, n: Any) -> Any:
+    """The indices that the ranks return, each part's once."""
+    indices = [
+        expect_number(index, f"what rank {rank} returns") for rank, index in enumerate(indices)
+    ]
+    assert sorted(indices) == list(range(n)), (
+        f"the ranks return the indices {indices}: each of the {n} parts must be that of one process"
+    )
+    return indices
+
+
+def _expect_sum(number: Any, held: Any, n: Any) -> None:
+    """`number` is a sum of what ranks bring, and no mean of it."""
+    assert math.isfinite(number) and number >= 0, (
+        f"{held}: no sum of what the ranks bring gives that. Is a buffer added before"
+        " `receive` has filled it?"
+    )
+    assert abs(number * n - sum(10**r for r in range(n))) > 0.5 or n == 1, (
+        f"{held}: that is the mean; the sum is asked"
+    )
+    assert number % 1 == 0, (
+        f"{held}: no sum of what the ranks bring is a fraction, so something divides it"
+    )
+
+
+def _expect_each_rank_once(number: Any, held: Any, n: Any) -> None:
+    """Digit r of `number` says how often rank r is counted."""
+    digits = f"{round(number):0{n}d}"[::-1]
+    lost = [r for r in range(n) if digits[r] == "0"]
+    twice = [r for r in range(n) if digits[r] not in "01"]
+    assert not twice, (
+        f"{held}, so rank {twice[0]} is counted {digits[twice[0]]} times: which part"
+        " has this process added to in the step before? And does it receive into a"
+        " buffer of its own, not into the part?"
+    )
+    assert not lost, (
+        f"{held}, so rank {lost[0]} is missing: are there n - 1 steps, does each *add*,"
+        " and into the part itself (`+=` writes into it; `a = a + b` makes a new"
+        " tensor), and is this the part of the last step?"
+    )
+
+
 def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     """The first half alone."""
     reduce_scatter = student(answers, "reduce_scatter")
@@ -475,43 +517,16 @@ def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     with case(f"Task 2, reduce_scatter of {size} numbers on {n} processes"):
         indices, tensors, wires = zip(*run(n, play, left=left), strict=True)
         expect_own_loop(wires, "reduce_scatter")
-        indices = [
-            expect_number(index, f"what rank {rank} returns") for rank, index in enumerate(indices)
-        ]
-        assert sorted(indices) == list(range(n)), (
-            f"the ranks return the indices {indices}: each of the {n} parts must be that of one"
-            " process"
-        )
-        round_ring = all((b - a) % n == 1 % n for a, b in zip(indices, indices[1:], strict=False))
+        indices = _expect_indices(indices, n)
         for rank, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
             for number in tensor.tensor_split(n)[int(index)].tolist():
                 held = (
                     f"rank {rank} returns part {index:g}, which holds {number:g}, expected"
                     f" {sum(10**r for r in range(n))}. Rank r brings 10 to the power r"
                 )
-                assert math.isfinite(number) and number >= 0, (
-                    f"{held}: no sum of what the ranks bring gives that. Is a buffer added before"
-                    " `receive` has filled it?"
-                )
-                assert abs(number * n - sum(10**r for r in range(n))) > 0.5 or n == 1, (
-                    f"{held}: that is the mean; the sum is asked"
-                )
-                assert number % 1 == 0, (
-                    f"{held}: no sum of what the ranks bring is a fraction, so something divides it"
-                )
-                digits = f"{round(number):0{n}d}"[::-1]
-                lost = [r for r in range(n) if digits[r] == "0"]
-                twice = [r for r in range(n) if digits[r] not in "01"]
-                assert not twice, (
-                    f"{held}, so rank {twice[0]} is counted {digits[twice[0]]} times: which part"
-                    " has this process added to in the step before? And does it receive into a"
-                    " buffer of its own, not into the part?"
-                )
-                assert not lost, (
-                    f"{held}, so rank {lost[0]} is missing: are there n - 1 steps, does each *add*,"
-                    " and into the part itself (`+=` writes into it; `a = a + b` makes a new"
-                    " tensor), and is this the part of the last step?"
-                )
+                _expect_sum(number, held, n)
+                _expect_each_rank_once(number, held, n)
+        round_ring = all((b - a) % n == 1 % n for a, b in zip(indices, indices[1:], strict=False))
         assert round_ring, (
             f"the ranks return the indices {indices}: from each to its right neighbour they must"
             " grow by 1, round the ring"
