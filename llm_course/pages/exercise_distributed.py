@@ -700,78 +700,75 @@ def _rows_counted(answers: Any) -> Iterator[Any]:
         answers["start_line"] = given
 
 
+def check_start(answers: Any, n: Any) -> None:
+    """The weights before the first step, and a validation of equal shares."""
+    with case(f"Task 3, {n} processes, no epoch"):
+        found, weights, loss, _ = _trained(answers, n, _plane(21, 0), _plane(6, 9), epochs=0)
+        for rank, result in enumerate(found):
+            assert result["weights"] == weights, (
+                f"before the first step rank {rank} has the weights"
+                f" {[round(w, 2) for w in result['weights']]}, expected those of"
+                f" start_line(seed):"
+                f" {[round(w, 2) for w in weights]}"
+            )
+        for rank, result in enumerate(found):
+            assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
+                f"a validation of 6 rows gives {result['loss']:.4f} in rank {rank}, expected"
+                f" {loss:.4f}: the mean over all rows of all processes"
+            )
+
+
+def check_read(answers: Any, n: Any, rows: Any) -> None:
+    """Each row is read once in an epoch, by one process."""
+    with case(f"Task 3, {n} processes, 21 rows in steps of {rows}"):
+        data = _plane(21, 0, True)
+        found, _, _, _ = _trained(answers, n, data, _plane(6, 9), rows=rows, epochs=2)
+        read = sum((list(result["read"]) for result in found), [])
+        counts = [read.count(row) for row in range(21)]
+        told = [f"row {row} is read {count} times in 2 epochs" for row, count in enumerate(counts)]
+        much = next((words for words, count in zip(told, counts, strict=True) if count > 2), None)
+        less = next((words for words, count in zip(told, counts, strict=True) if count < 2), None)
+        assert not much, (
+            f"{much}, in all processes together: cut the rows of a step, so that"
+            f" each is read by"
+            " one process"
+        )
+        unread = [row for row, count in enumerate(counts) if not count]
+        assert not unread or data["use"][unread].any() or data["use"].sum() + len(unread) != 21, (
+            f"{less}, in all processes together, like all rows without a target:"
+            f" they are read too,"
+            " and `read` lists them"
+        )
+        assert not less, (
+            f"{less}, in all processes together: the last step reads what is left, also if its"
+            " shares are unequal"
+        )
+
+
+def check_validation(answers: Any, n: Any, rows: Any) -> None:
+    """A validation of unequal shares, in which each row is computed once."""
+    with case(f"Task 3, {n} processes validate {rows} rows"):
+        found, _, loss, computed = _trained(answers, n, _plane(21, 0), _plane(rows, 3), epochs=0)
+        for rank, result in enumerate(found):
+            assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
+                f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}:"
+                f" the shares"
+                " are unequal, so add up squares and rows of all processes, then divide"
+            )
+        assert computed <= rows, (
+            f"the loss is right, but {computed} rows go through the models of the {n}"
+            f" processes, and `valid` has {rows}: each row is computed by one process"
+        )
+
+
 def task3_shares(answers: Any) -> None:
     """Start, rows and validation."""
     for n in (1, 2, 3):
-        with case(f"Task 3, {n} processes, no epoch"):
-            found, weights, loss, _ = _trained(answers, n, _plane(21, 0), _plane(6, 9), epochs=0)
-            for rank, result in enumerate(found):
-                assert result["weights"] == weights, (
-                    f"before the first step rank {rank} has the weights"
-                    f" {[round(w, 2) for w in result['weights']]}, expected those of"
-                    f" start_line(seed):"
-                    f" {[round(w, 2) for w in weights]}"
-                )
-            for rank, result in enumerate(found):
-                assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
-                    f"a validation of 6 rows gives {result['loss']:.4f} in rank {rank}, expected"
-                    f" {loss:.4f}: the mean over all rows of all processes"
-                )
+        check_start(answers, n)
     for n, rows in ((2, 4), (3, 6)):
-        with case(f"Task 3, {n} processes, 21 rows in steps of {rows}"):
-            data = _plane(21, 0, True)
-            found, weights, _, _ = _trained(answers, n, data, _plane(6, 9), rows=rows, epochs=2)
-            counts = [
-                sum((list(result["read"]) for result in found), []).count(row) for row in range(21)
-            ]
-            much = next(
-                (
-                    f"row {row} is read {count} times in 2 epochs"
-                    for row, count in enumerate(counts)
-                    if count > 2
-                ),
-                None,
-            )
-            less = next(
-                (
-                    f"row {row} is read {count} times in 2 epochs"
-                    for row, count in enumerate(counts)
-                    if count < 2
-                ),
-                None,
-            )
-            assert not much, (
-                f"{much}, in all processes together: cut the rows of a step, so that"
-                f" each is read by"
-                " one process"
-            )
-            unread = [row for row, count in enumerate(counts) if not count]
-            assert (
-                not unread or data["use"][unread].any() or data["use"].sum() + len(unread) != 21
-            ), (
-                f"{less}, in all processes together, like all rows without a target:"
-                f" they are read too,"
-                " and `read` lists them"
-            )
-            assert not less, (
-                f"{less}, in all processes together: the last step reads what is left, also if its"
-                " shares are unequal"
-            )
+        check_read(answers, n, rows)
     for n, rows in ((2, 5), (3, 7)):
-        with case(f"Task 3, {n} processes validate {rows} rows"):
-            found, _, loss, computed = _trained(
-                answers, n, _plane(21, 0), _plane(rows, 3), epochs=0
-            )
-            for rank, result in enumerate(found):
-                assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
-                    f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}:"
-                    f" the shares"
-                    " are unequal, so add up squares and rows of all processes, then divide"
-                )
-            assert computed <= rows, (
-                f"the loss is right, but {computed} rows go through the models of the {n}"
-                f" processes, and `valid` has {rows}: each row is computed by one process"
-            )
+        check_validation(answers, n, rows)
 
 
 def check_small_validation(answers: Any) -> None:
