@@ -927,62 +927,78 @@ def _windows(DataParallel: Any, models: Any, numbers: Any, shares: Any) -> Any:
     return run(len(models), play)
 
 
+def _expect_start_of_first(played: Any, alone: Any) -> None:
+    """All ranks begin with the weights of rank 0."""
+    for rank, (start, _) in enumerate(played):
+        same = all(
+            torch.equal(one, other) for one, other in zip(start, alone.parameters(), strict=True)
+        )
+        assert same, (
+            f"rank {rank} does not begin with the weights of rank 0: copy all parameters, in place"
+        )
+
+
+def _expect_quiet(at: Any, quiet: Any, after: Any) -> None:
+    """Nothing travels within no_sync or in finish."""
+    assert not quiet, f"{at}{quiet[0][0]} was called within no_sync, where nothing travels"
+    assert not after, (
+        f"{at}{len(after)} exchanges in finish: a bucket travels during backward, when"
+        " its last gradient has come"
+    )
+
+
+def _expect_buckets(at: Any, during: Any, sizes: Any, numbers: Any) -> None:
+    """In backward each bucket travels once, when it is full."""
+    travelled = [number for kind, number in during if kind == "all_reduce"]
+    assert len(travelled) <= len(sizes) or sum(travelled) == sum(sizes), (
+        f"{at}{len(travelled)} all-reduces, expected {len(sizes)}: does each bucket"
+        " travel once, and is all set back after a window?"
+    )
+    assert travelled == sizes, (
+        f"{at}the buckets that travelled held {travelled} numbers, expected {sizes}:"
+        f" reverse order of the parameters, at most {numbers} numbers in a bucket"
+    )
+    is_early = during[0][0] == "all_reduce" or len(sizes) == 1
+    assert is_early, (
+        f"{at}the gradient of the first layer came before the first all-reduce: a"
+        " bucket travels when it is full"
+    )
+
+
+def _expect_gradients(at: Any, gradients: Any, alone: Any, n: Any) -> None:
+    """Each `.grad` holds the sum over the `n` processes."""
+    for (name, parameter), found in zip(alone.named_parameters(), gradients, strict=True):
+        right = parameter.grad
+        assert (found is None) == (right is None), f"{at}{name}.grad is {found}"
+        if right is None:
+            continue
+        assert not torch.allclose(found * n, right, atol=1e-4), (
+            f"{at}{name}.grad is the average over the processes; the sum is asked"
+        )
+        off = (found - right).abs().max().item()
+        assert off < 1e-4 * (1 + right.abs().max().item()), (
+            f"{at}{name}.grad is off by {off:.3g} from that of one process with all"
+            " rows: is what no_sync gathered in it, and is the sum in .grad?"
+        )
+
+
 def check_travel(answers: Any, what: Any, models: Any, numbers: Any, shares: Any) -> None:
     with case(f"Task 4, {what}"):
         alone = copy.deepcopy(models[0])
         played = _windows(student(answers, "DataParallel"), models, numbers, shares)
-        for rank, (start, _) in enumerate(played):
-            same = all(
-                torch.equal(one, other)
-                for one, other in zip(start, alone.parameters(), strict=True)
-            )
-            assert same, (
-                f"rank {rank} does not begin with the weights of rank 0: copy all parameters, in"
-                " place"
-            )
+        _expect_start_of_first(played, alone)
         sizes = _packed(alone, numbers)
         for window in range(len(shares[0])):
             alone.zero_grad()
             alone(
                 torch.cat([x for share in shares for x in share[window]])
             ).square().sum().backward()
-            expected = [(name, p.grad) for name, p in alone.named_parameters()]
             for rank, (_, rows) in enumerate(played):
                 gradients, quiet, during, after = rows[window]
                 at = f"window {window + 1}, rank {rank}: "
-                assert not quiet, (
-                    f"{at}{quiet[0][0]} was called within no_sync, where nothing travels"
-                )
-                assert not after, (
-                    f"{at}{len(after)} exchanges in finish: a bucket travels during backward, when"
-                    " its last gradient has come"
-                )
-                travelled = [number for kind, number in during if kind == "all_reduce"]
-                assert len(travelled) <= len(sizes) or sum(travelled) == sum(sizes), (
-                    f"{at}{len(travelled)} all-reduces, expected {len(sizes)}: does each bucket"
-                    " travel once, and is all set back after a window?"
-                )
-                assert travelled == sizes, (
-                    f"{at}the buckets that travelled held {travelled} numbers, expected {sizes}:"
-                    f" reverse order of the parameters, at most {numbers} numbers in a bucket"
-                )
-                is_early = during[0][0] == "all_reduce" or len(sizes) == 1
-                assert is_early, (
-                    f"{at}the gradient of the first layer came before the first all-reduce: a"
-                    " bucket travels when it is full"
-                )
-                for (name, right), found in zip(expected, gradients, strict=True):
-                    assert (found is None) == (right is None), f"{at}{name}.grad is {found}"
-                    if right is None:
-                        continue
-                    assert not torch.allclose(found * len(models), right, atol=1e-4), (
-                        f"{at}{name}.grad is the average over the processes; the sum is asked"
-                    )
-                    off = (found - right).abs().max().item()
-                    assert off < 1e-4 * (1 + right.abs().max().item()), (
-                        f"{at}{name}.grad is off by {off:.3g} from that of one process with all"
-                        " rows: is what no_sync gathered in it, and is the sum in .grad?"
-                    )
+                _expect_quiet(at, quiet, after)
+                _expect_buckets(at, during, sizes, numbers)
+                _expect_gradients(at, gradients, alone, len(models))
 
 
 def task4_travel(answers: Any) -> None:
