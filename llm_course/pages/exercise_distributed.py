@@ -1032,65 +1032,81 @@ class _Forgetful(nn.Module):
         return x.sum() if skip else self.idle(x).sum()
 
 
+def _passes(DataParallel: Any, models: Any) -> Any:
+    """By rank: what `finish` raised and what travelled, with `idle`, without it, and with it."""
+
+    def play(wire: Any) -> Any:
+        model = models[wire.rank]
+        messages = []
+        parallel = DataParallel(model, wire, 20)
+        for skip in (False, True, False):
+            del wire.log[:]
+            what = "in a backward without `idle`" if skip else "in a backward with all layers"
+            with _backward_of(model, what + ", after one without `idle`," * len(messages[1:])):
+                model(torch.ones(2, 3), skip).backward()
+            travelled = [number for _, number in wire.log]
+            message = None
+            try:
+                parallel.finish()
+            except RuntimeError as error:
+                message = str(error)
+            messages.append((message, travelled))
+            model.zero_grad(set_to_none=skip)  # after the first backward zeros stay in .grad
+        return messages
+
+    return run(len(models), play)
+
+
+def _expect_idle_named(rank: Any, message: Any) -> None:
+    """`finish` names the parameters of `idle`, and no others."""
+    assert message is not None, (
+        f"rank {rank}: the second backward does not use the layer `idle`, and"
+        f" finish raised no"
+        " RuntimeError. Note which hooks were called since the last finish: .grad may hold"
+        " zeros from before"
+    )
+    named = [name for name in ("idle.weight", "idle.bias") if name not in message]
+    assert not named, (
+        f"rank {rank}: the message of finish must name {' and '.join(named)}; it says: {message}"
+    )
+    others = [
+        name
+        for name in ("first.weight", "first.bias", "twice.weight", "twice.bias")
+        if name in message
+    ]
+    assert not others, (
+        f"rank {rank}: the message of finish names {' and '.join(others)},"
+        f" whose gradients have"
+        f" come: {message}"
+    )
+
+
+def _expect_full_buckets(rank: Any, travels: Any, sizes: Any) -> None:
+    """Without `idle` its bucket, the first, stays."""
+    for number, travelled in enumerate(travels):
+        expected = sizes[number % 2 :]
+        assert travelled == expected, (
+            f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
+            f" {'without' if number == 1 else 'with'} `idle`, buckets of"
+            f" {travelled} numbers"
+            f" travelled, expected {expected}: those all of whose gradients have"
+            f" come in this"
+            " backward"
+        )
+
+
 def check_unused(answers: Any) -> Any:
     """A parameter that gets no gradient in one of three passes."""
     DataParallel = student(answers, "DataParallel")
     with case("Task 4, a parameter that is not used"):
-
-        def play(wire: Any) -> Any:
-            model, messages = models[wire.rank], []
-            parallel = DataParallel(model, wire, 20)
-            for skip in (False, True, False):
-                del wire.log[:]
-                what = "in a backward without `idle`" if skip else "in a backward with all layers"
-                with _backward_of(model, what + ", after one without `idle`," * len(messages[1:])):
-                    model(torch.ones(2, 3), skip).backward()
-                travelled, message = [number for _, number in wire.log], None
-                try:
-                    parallel.finish()
-                except RuntimeError as error:
-                    message = str(error)
-                messages.append((message, travelled))
-                model.zero_grad(set_to_none=skip)  # after the first backward zeros stay in .grad
-            return messages
-
         models = [_Forgetful(0), _Forgetful(1)]
-        for rank, played in enumerate(run(2, play)):
+        for rank, played in enumerate(_passes(DataParallel, models)):
             (earlier, message, later), travels = zip(*played, strict=True)
             assert earlier is None, (
                 f"rank {rank}: the first backward uses all layers, and finish raises: {earlier}"
             )
-            assert message is not None, (
-                f"rank {rank}: the second backward does not use the layer `idle`, and"
-                f" finish raised no"
-                " RuntimeError. Note which hooks were called since the last finish: .grad may hold"
-                " zeros from before"
-            )
-            named = [name for name in ("idle.weight", "idle.bias") if name not in message]
-            assert not named, (
-                f"rank {rank}: the message of finish must name {' and '.join(named)}; it says:"
-                f" {message}"
-            )
-            others = [
-                name
-                for name in ("first.weight", "first.bias", "twice.weight", "twice.bias")
-                if name in message
-            ]
-            assert not others, (
-                f"rank {rank}: the message of finish names {' and '.join(others)},"
-                f" whose gradients have"
-                f" come: {message}"
-            )
-            for number, travelled in enumerate(travels):
-                expected = _packed(models[rank], 20)[number % 2 :]
-                assert travelled == expected, (
-                    f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
-                    f" {'without' if number == 1 else 'with'} `idle`, buckets of"
-                    f" {travelled} numbers"
-                    f" travelled, expected {expected}: those all of whose gradients have"
-                    f" come in this"
-                    " backward"
-                )
+            _expect_idle_named(rank, message)
+            _expect_full_buckets(rank, travels, _packed(models[rank], 20))
             assert later is None, (
                 f"rank {rank}: the next backward uses all layers, and finish raises again: {later}"
             )
