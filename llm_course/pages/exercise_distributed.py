@@ -1223,22 +1223,22 @@ def _adamw_by_torch(
     return rows
 
 
-def check_sharded(
-    answers: Any, n: Any, shapes: Any, seed: Any, steps: Any = 3, **settings: Any
+def _sharded_steps(
+    ShardedAdamW: Any, start: Any, gradients: Any, shapes: Any, settings: Any
 ) -> Any:
-    ShardedAdamW = student(answers, "ShardedAdamW")
-    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2} | settings
-    g = torch.Generator().manual_seed(seed)
+    """By rank: all parameters after each step, the bytes sent in it, held_bytes(), and the bytes of
+    all tensors that the optimizer keeps.
+    """
     numbers = [math.prod(shape) for shape in shapes]
-    start = torch.randn(sum(numbers), generator=g)
-    gradients = torch.randn(steps, n, sum(numbers), generator=g)
 
     def play(wire: Any) -> Any:
         parameters = [
             nn.Parameter(piece.clone().reshape(shape))
             for piece, shape in zip(start.split(numbers), shapes, strict=True)
         ]
-        optimizer, rows, sent = ShardedAdamW(iter(parameters), wire, **settings), [], []
+        optimizer = ShardedAdamW(iter(parameters), wire, **settings)
+        rows = []
+        sent = []
         for row in gradients[:, wire.rank]:
             before = wire.sent
             for parameter, piece, shape in zip(parameters, row.split(numbers), shapes, strict=True):
@@ -1255,117 +1255,153 @@ def check_sharded(
             sum(seen[key] for key in seen.keys() - theirs.keys()),
         )
 
+    return run(gradients.shape[1], play)
+
+
+def _slips_of_update(start: Any, sums: Any, settings: Any) -> Any:
+    """Parameters after each step of updates that are not AdamW's, and what they are."""
+    rate = settings["lr"]
+    decay = settings["weight_decay"]
+    return [
+        ([start] * len(sums), "those of the start: change the model's own parameters, in place"),
+        (
+            _adamw_by_torch(start, sums, **settings, coupled=True),
+            (
+                "those of Adam, which adds the decay to the gradient. AdamW shrinks the weights"
+                " beside it"
+            ),
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings, uncounted=True),
+            (
+                "those of an AdamW that takes every step for the first: count the steps for the"
+                " bias correction"
+            ),
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings | {"weight_decay": decay / rate}),
+            "those of a decay by weight_decay * w; it is lr * weight_decay * w",
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings | {"weight_decay": 0.0}),
+            "those without weight decay",
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings, late=True),
+            "those of a decay after the update; it comes before it",
+        ),
+    ]
+
+
+def _slips_of_sum(start: Any, gradients: Any, settings: Any) -> Any:
+    """The same for gradients that are not the sum over the processes."""
+    n = gradients.shape[1]
+    if n == 1:
+        return []
+    own = torch.cat([gradients[:, rank].tensor_split(n, dim=1)[rank] for rank in range(n)], dim=1)
+    return [
+        (
+            _adamw_by_torch(start, gradients.sum(dim=1) / n, **settings),
+            ("those of the *mean* of the gradients over the processes; they are to be added up"),
+        ),
+        (
+            _adamw_by_torch(start, own, **settings),
+            (
+                "those of one process's gradients for each part: add up those of all"
+                " processes, by wire.reduce_scatter"
+            ),
+        ),
+    ]
+
+
+def _expect_no_slip(found: Any, expected: Any, slips: Any, step: Any, rank: Any) -> None:
+    """The parameters after a step are not those of a known slip."""
+    for wrong, what in slips:
+        is_slip = not torch.allclose(wrong[step - 1], expected, atol=1e-4) and torch.allclose(
+            found, wrong[step - 1], atol=1e-5
+        )
+        assert not is_slip, f"after step {step} the parameters of rank {rank} are {what}"
+
+
+def _expect_adamw(found: Any, expected: Any, n: Any, step: Any, rank: Any) -> None:
+    """The parameters after a step are those of torch.optim.AdamW, in each of `n` parts."""
+    off = (found - expected).abs()
+    assert not off.isnan().any(), (
+        f"after step {step} the parameters of rank {rank} hold nan: for t = 0 the bias"
+        " correction divides by 0. Is the step counted before it?"
+    )
+    parts = [
+        index
+        for index, part in enumerate(off.tensor_split(n))
+        if part.numel() and part.max() > 1e-5
+    ]
+    assert not parts, (
+        f"after step {step} the parameters of rank {rank} differ from"
+        f" torch.optim.AdamW's by {off.max():.3g}, in the parts {parts} of {n}: is each"
+        " part updated with the sum of all processes' gradients, m and v corrected for"
+        f" t = {step}, and eps outside of the root?"
+    )
+
+
+def _expect_bytes_sent(sent: Any, start: Any, n: Any, rank: Any) -> None:
+    """No step sends more than an all-reduce."""
+    # a ring, or each part of the gradient straight to its process, and the new part from
+    # there to all
+    length = len(start.tensor_split(n)[rank])
+    limit = max(2 * (n - 1) * start.nbytes / n, start.nbytes + (n - 2) * 4 * length)
+    assert max(sent) <= limit + 1, (
+        f"rank {rank} sends {max(sent):g} bytes in a step, expected at most {limit:g}, as"
+        " for an all-reduce: sum only this process's part, by reduce_scatter, and gather"
+        " parts of the parameters once"
+    )
+
+
+def _expect_bytes_held(held: Any, kept: Any, start: Any, n: Any, rank: Any) -> None:
+    """The moments of a part, as `held_bytes()` says and as the tensors kept show."""
+    share = 8 * len(start.tensor_split(n)[rank])
+    held = expect_number(held, "held_bytes()")
+    assert held == share or held != 2 * start.nbytes, (
+        f"rank {rank}: held_bytes() is {held:g}, expected {share}: those are the moments of"
+        " all parameters, not of this process's part"
+    )
+    assert held == share, (
+        f"rank {rank}: held_bytes() is {held:g}, expected {share}: two moments, of 4 bytes,"
+        " for each number of this part"
+    )
+    most = 2 * share + 256
+    assert kept <= most, (
+        f"rank {rank} keeps tensors of {kept} bytes beside the parameters, and the moments"
+        f" of its part have {share}: keep no moments of other parts, and no whole rows"
+    )
+
+
+def check_sharded(
+    answers: Any, n: Any, shapes: Any, seed: Any, steps: Any = 3, **settings: Any
+) -> Any:
+    ShardedAdamW = student(answers, "ShardedAdamW")
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2} | settings
+    g = torch.Generator().manual_seed(seed)
+    total = sum(math.prod(shape) for shape in shapes)
+    start = torch.randn(total, generator=g)
+    gradients = torch.randn(steps, n, total, generator=g)
     lengths = [len(part) for part in start.tensor_split(n)]
-    with case(f"Task 5, {n} processes, {sum(numbers)} parameters in parts of {lengths}"):
-        played = run(n, play)
+    with case(f"Task 5, {n} processes, {total} parameters in parts of {lengths}"):
+        played = _sharded_steps(ShardedAdamW, start, gradients, shapes, settings)
         sums = gradients.sum(dim=1)
         right = _adamw_by_torch(start, sums, **settings)
-        slips = [
-            ([start] * steps, "those of the start: change the model's own parameters, in place"),
-            (
-                _adamw_by_torch(start, sums, **settings, coupled=True),
-                (
-                    "those of Adam, which adds the decay to the gradient. AdamW shrinks the weights"
-                    " beside it"
-                ),
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings, uncounted=True),
-                (
-                    "those of an AdamW that takes every step for the first: count the steps for the"
-                    " bias correction"
-                ),
-            ),
-            (
-                _adamw_by_torch(
-                    start,
-                    sums,
-                    **settings | {"weight_decay": settings["weight_decay"] / settings["lr"]},
-                ),
-                "those of a decay by weight_decay * w; it is lr * weight_decay * w",
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings | {"weight_decay": 0.0}),
-                "those without weight decay",
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings, late=True),
-                "those of a decay after the update; it comes before it",
-            ),
-        ]
-        if n > 1:
-            own = torch.cat(
-                [gradients[:, rank].tensor_split(n, dim=1)[rank] for rank in range(n)], dim=1
-            )
-            slips += [
-                (
-                    _adamw_by_torch(start, sums / n, **settings),
-                    (
-                        "those of the *mean* of the gradients over the processes; they are to be"
-                        " added up"
-                    ),
-                ),
-                (
-                    _adamw_by_torch(start, own, **settings),
-                    (
-                        "those of one process's gradients for each part: add up those of all"
-                        " processes, by wire.reduce_scatter"
-                    ),
-                ),
-            ]
+        slips = _slips_of_update(start, sums, settings)
+        slips += _slips_of_sum(start, gradients, settings)
         for rank, (rows, *_) in enumerate(played):
             for step, (found, expected) in enumerate(zip(rows, right, strict=True), 1):
-                for wrong, what in slips:
-                    is_slip = not torch.allclose(
-                        wrong[step - 1], expected, atol=1e-4
-                    ) and torch.allclose(found, wrong[step - 1], atol=1e-5)
-                    assert not is_slip, (
-                        f"after step {step} the parameters of rank {rank} are {what}"
-                    )
-                off = (found - expected).abs()
-                assert not off.isnan().any(), (
-                    f"after step {step} the parameters of rank {rank} hold nan: for t = 0 the bias"
-                    " correction divides by 0. Is the step counted before it?"
-                )
-                parts = [
-                    index
-                    for index, part in enumerate(off.tensor_split(n))
-                    if part.numel() and part.max() > 1e-5
-                ]
-                assert not parts, (
-                    f"after step {step} the parameters of rank {rank} differ from"
-                    f" torch.optim.AdamW's by {off.max():.3g}, in the parts {parts} of {n}: is each"
-                    " part updated with the sum of all processes' gradients, m and v corrected for"
-                    f" t = {step}, and eps outside of the root?"
-                )
+                _expect_no_slip(found, expected, slips, step, rank)
+                _expect_adamw(found, expected, n, step, rank)
                 assert torch.equal(found, played[0][0][step - 1]), (
                     f"after step {step} the parameters of ranks 0 and {rank} differ in the last"
                     " bits: all must take the gathered ones"
                 )
         for rank, (_, sent, held, kept) in enumerate(played):
-            # a ring, or each part of the gradient straight to its process, and the new part from
-            # there to all
-            limit = max(2 * (n - 1) * start.nbytes / n, start.nbytes + (n - 2) * 4 * lengths[rank])
-            assert max(sent) <= limit + 1, (
-                f"rank {rank} sends {max(sent):g} bytes in a step, expected at most {limit:g}, as"
-                " for an all-reduce: sum only this process's part, by reduce_scatter, and gather"
-                " parts of the parameters once"
-            )
-            share = 8 * len(start.tensor_split(n)[rank])
-            held = expect_number(held, "held_bytes()")
-            assert held == share or held != 2 * start.nbytes, (
-                f"rank {rank}: held_bytes() is {held:g}, expected {share}: those are the moments of"
-                " all parameters, not of this process's part"
-            )
-            assert held == share, (
-                f"rank {rank}: held_bytes() is {held:g}, expected {share}: two moments, of 4 bytes,"
-                " for each number of this part"
-            )
-            most = 2 * share + 256
-            assert kept <= most, (
-                f"rank {rank} keeps tensors of {kept} bytes beside the parameters, and the moments"
-                f" of its part have {share}: keep no moments of other parts, and no whole rows"
-            )
+            _expect_bytes_sent(sent, start, n, rank)
+            _expect_bytes_held(held, kept, start, n, rank)
         return [held for _, _, held, _ in played]
 
 
