@@ -1540,26 +1540,10 @@ def _expect_close(found: Any, right: Any, message: Any) -> None:
     )
 
 
-def check_heads(
-    answers: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    n: Any,
-    D: Any = 3,
-    width: Any = 10,
-    seed: Any = 0,
+def _attention_in_parts(
+    attention_part: Any, weights: Any, x: Any, slope: Any, n: Any, D: Any
 ) -> Any:
-    weights = {
-        name: weight.requires_grad_()
-        for name, weight in _made(num_heads, num_kv_heads, D, width, seed).items()
-    }
-    g = torch.Generator().manual_seed(seed + 1)
-    x, slope = (
-        torch.randn(2, 4, width, generator=g).requires_grad_(),
-        torch.randn(2, 4, width, generator=g),
-    )
-    y = _attention_alone(x, weights, D)
-    (y * slope).sum().backward()
+    """By rank: the output, the gradients of x and of its weights, and the numbers of exchanges."""
 
     def play(wire: Any) -> Any:
         mine = {
@@ -1577,21 +1561,61 @@ def check_heads(
         grads = {name: weight.grad for name, weight in mine.items()}
         return found.detach(), own.grad, grads, (forward, len(wire.log) - forward)
 
+    return run(n, play)
+
+
+def _expect_output(found: Any, y: Any, bias: Any, n: Any, rank: Any) -> None:
+    """The output is that of the whole, with the bias once."""
+    if n > 1 and isinstance(found, Tensor) and found.shape == y.shape:
+        extra = torch.allclose(found - (n - 1) * bias, y, atol=1e-4)
+        assert not extra, (
+            f"rank {rank}: the output holds the bias {n} times: add it once, after the sum"
+            " over the processes"
+        )
+    _expect_close(
+        found,
+        y.detach(),
+        f"rank {rank}: the output is not that of the whole attention; each process has a"
+        " part of a sum over heads",
+    )
+
+
+def _expect_weight_gradients(grads: Any, weights: Any, n: Any, rank: Any) -> None:
+    """The gradient of each weight is that part of the whole's."""
+    for name, weight in weights.items():
+        right = _cut(name, weight.grad, rank, n)
+        what = f"rank {rank}: the gradient of {name} is not that part of the whole's gradient"
+        if name == "bias":
+            what = (
+                f"rank {rank}: the gradient of bias is not the whole's: is it added whole,"
+                " after leave, in each process?"
+            )
+        _expect_close(grads[name], right, what)
+
+
+def check_heads(
+    answers: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    n: Any,
+    D: Any = 3,
+    width: Any = 10,
+    seed: Any = 0,
+) -> Any:
+    weights = {
+        name: weight.requires_grad_()
+        for name, weight in _made(num_heads, num_kv_heads, D, width, seed).items()
+    }
+    g = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(2, 4, width, generator=g).requires_grad_()
+    slope = torch.randn(2, 4, width, generator=g)
+    y = _attention_alone(x, weights, D)
+    (y * slope).sum().backward()
     with case(f"Task 6, {num_heads} heads and {num_kv_heads} key-value heads on {n} processes"):
         attention_part = student(answers, "attention_part")
-        for rank, (found, gradient, grads, counts) in enumerate(run(n, play)):
-            if n > 1 and isinstance(found, Tensor) and found.shape == y.shape:
-                extra = torch.allclose(found - (n - 1) * weights["bias"], y, atol=1e-4)
-                assert not extra, (
-                    f"rank {rank}: the output holds the bias {n} times: add it once, after the sum"
-                    " over the processes"
-                )
-            _expect_close(
-                found,
-                y.detach(),
-                f"rank {rank}: the output is not that of the whole attention; each process has a"
-                " part of a sum over heads",
-            )
+        played = _attention_in_parts(attention_part, weights, x, slope, n, D)
+        for rank, (found, gradient, grads, counts) in enumerate(played):
+            _expect_output(found, y, weights["bias"], n, rank)
             assert counts[0] == 1 or n == 1, (
                 f"rank {rank}: {counts[0]} exchanges in forward, expected 1: heads need nothing of"
                 " each other, only their outputs are summed"
@@ -1602,17 +1626,7 @@ def check_heads(
                 f"rank {rank}: the output is right, and the gradient of x is not that of the whole:"
                 " each process knows what *its* heads contribute, `enter` sums it in backward",
             )
-            for name, weight in weights.items():
-                right = _cut(name, weight.grad, rank, n)
-                what = (
-                    f"rank {rank}: the gradient of {name} is not that part of the whole's gradient"
-                )
-                if name == "bias":
-                    what = (
-                        f"rank {rank}: the gradient of bias is not the whole's: is it added whole,"
-                        " after leave, in each process?"
-                    )
-                _expect_close(grads[name], right, what)
+            _expect_weight_gradients(grads, weights, n, rank)
             assert counts[1] == 1 or n == 1, (
                 f"rank {rank}: {counts[1]} exchanges in backward, expected 1: `enter` x once, for"
                 " all three projections"
