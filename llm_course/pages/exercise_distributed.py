@@ -1633,8 +1633,10 @@ def check_heads(
             )
 
 
-def check_doors(answers: Any, n: Any) -> Any:
-    """`enter` and `leave` alone."""
+def _through_doors(enter: Any, leave: Any, n: Any) -> Any:
+    """By rank: for each door what comes out, the gradient through it, and what x is afterwards;
+    and the numbers that x began with.
+    """
 
     def play(wire: Any) -> Any:
         numbers = torch.tensor([1.0, 2.0]) * 10**wire.rank
@@ -1658,33 +1660,49 @@ def check_doors(answers: Any, n: Any) -> Any:
             rows += [y.tolist(), through.tolist(), x.tolist()]
         return rows, numbers.tolist()
 
+    return run(n, play)
+
+
+def _expect_enter(e: Any, e_grad: Any, numbers: Any, total: Any, rank: Any, n: Any) -> None:
+    """`enter` hands x through, and sums in backward."""
+    assert e == numbers, (
+        f"rank {rank}: enter returns {e} for {numbers}: forward it hands x through as it is"
+    )
+    doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
+    assert n == 1 or e_grad != doubled, (
+        f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
+        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it"
+    )
+    assert e_grad == total, (
+        f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"
+        f" over all, {total}"
+    )
+
+
+def _expect_leave(y: Any, y_grad: Any, numbers: Any, total: Any, rank: Any) -> None:
+    """`leave` sums, and hands the gradient through in backward."""
+    assert y == total, (
+        f"rank {rank}: leave returns {y} for {numbers}, expected the sum over all, {total}"
+    )
+    assert y_grad == numbers, (
+        f"rank {rank}: the gradient that comes out of leave is {y_grad}, expected what came"
+        f" in, {numbers}"
+    )
+
+
+def check_doors(answers: Any, n: Any) -> Any:
+    """`enter` and `leave` alone."""
     with case(f"Task 6, enter and leave on {n} processes"):
         enter, leave = student(answers, "enter", "leave")
         total = [sum(10**rank for rank in range(n)), 2 * sum(10**rank for rank in range(n))]
-        for rank, ((e, e_grad, e_x, y, y_grad, y_x), numbers) in enumerate(run(n, play)):
+        played = _through_doors(enter, leave, n)
+        for rank, ((e, e_grad, e_x, y, y_grad, y_x), numbers) in enumerate(played):
             assert e_x == y_x == numbers, (
                 f"rank {rank}: enter or leave has changed the tensor that it was given: work on a"
                 " copy"
             )
-            assert e == numbers, (
-                f"rank {rank}: enter returns {e} for {numbers}: forward it hands x through as it is"
-            )
-            doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
-            assert n == 1 or e_grad != doubled, (
-                f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
-                " autograd uses elsewhere too (here x also goes round enter): sum a copy of it"
-            )
-            assert e_grad == total, (
-                f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"
-                f" over all, {total}"
-            )
-            assert y == total, (
-                f"rank {rank}: leave returns {y} for {numbers}, expected the sum over all, {total}"
-            )
-            assert y_grad == numbers, (
-                f"rank {rank}: the gradient that comes out of leave is {y_grad}, expected what came"
-                f" in, {numbers}"
-            )
+            _expect_enter(e, e_grad, numbers, total, rank, n)
+            _expect_leave(y, y_grad, numbers, total, rank)
 
 
 def task6_gradients(answers: Any) -> None:
