@@ -615,7 +615,8 @@ def task2_whole(answers: Any) -> None:
 
 def _plane(count: Any, seed: Any, masked: Any = False) -> Any:
     g = torch.Generator().manual_seed(seed)
-    x, noise = torch.randn(count, 2, generator=g), 0.1 * torch.randn(count, generator=g)
+    x = torch.randn(count, 2, generator=g)
+    noise = 0.1 * torch.randn(count, generator=g)
     use = torch.rand(count, generator=g) > 0.35 if masked else torch.ones(count, dtype=torch.bool)
     return {"x": x, "y": x @ torch.tensor([2.0, -1.0]) + 0.5 + noise, "use": use}
 
@@ -637,7 +638,8 @@ def _alone(
     data: Any, valid: Any, epochs: Any, rows: Any, update: Any, max_norm: Any, seed: Any
 ) -> Any:
     """One process with everything."""
-    model, g = nn.Linear(2, 1), torch.Generator().manual_seed(seed)
+    model = nn.Linear(2, 1)
+    g = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=g))
     parameters = list(model.parameters())
@@ -898,7 +900,8 @@ def _windows(DataParallel: Any, models: Any, numbers: Any, shares: Any) -> Any:
     def play(wire: Any) -> Any:
         model = models[wire.rank]
         parallel = DataParallel(model, wire, numbers)
-        start, rows = [p.detach().clone() for p in model.parameters()], []
+        start = [p.detach().clone() for p in model.parameters()]
+        rows = []
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_hook(lambda gradient: wire.log.append(("first layer", 0)))
         for window in shares[wire.rank]:
@@ -1025,7 +1028,9 @@ class _Forgetful(nn.Module):
     def __init__(self, seed: Any) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.first, self.twice, self.idle = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.first = nn.Linear(3, 4)
+        self.twice = nn.Linear(4, 4)
+        self.idle = nn.Linear(4, 1)
 
     def forward(self, x: Any, skip: Any = False) -> Any:
         x = self.twice(self.twice(self.first(x)).tanh())
@@ -1195,7 +1200,10 @@ def _adamw_by_torch(
     start: Any, gradients: Any, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, **slip: Any
 ) -> Any:
     """All parameters after each step, by PyTorch."""
-    w, m, v, t = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros(())
+    w = start.clone()
+    m = torch.zeros_like(start)
+    v = torch.zeros_like(start)
+    t = torch.zeros(())
     rows = []
     for g in gradients:
         if "coupled" in slip:
@@ -1510,11 +1518,9 @@ def _attention_alone(x: Any, weights: Any, D: Any) -> Any:
     """The oracle: every head by itself."""
     B, T, _ = x.shape
     q, k, v = ((x @ weights[name].T).view(B, T, -1, D) for name in ("q_proj", "k_proj", "v_proj"))
-    mask, group, y = (
-        torch.full((T, T), -math.inf).triu(1),
-        q.shape[2] // k.shape[2],
-        weights["bias"],
-    )
+    mask = torch.full((T, T), -math.inf).triu(1)
+    group = q.shape[2] // k.shape[2]
+    y = weights["bias"]
     for head in range(q.shape[2]):
         scores = q[:, :, head] @ k[:, :, head // group].transpose(1, 2) / math.sqrt(D) + mask
         y = (
