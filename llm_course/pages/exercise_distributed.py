@@ -281,60 +281,63 @@ def student(answers: dict[str, Any], *names: str) -> Any:
     return answers[names[0]] if len(names) == 1 else [answers[name] for name in names]
 
 
+STEP_SLIPS: dict[str, dict[float, str]] = {
+    "gradient": {
+        3: ("that is the mean of means: the first rank's 2 targets count as much as the other's 6"),
+        8: "that is divided by the number of processes; divide by that of targets",
+        16: "that is the sum over all targets; divide it by their number",
+    },
+    "mean_of_means": {
+        2: (
+            "that is the mean over all targets; here each rank takes its own mean"
+            " first: 10 / 2"
+            " and 6 / 6"
+        ),
+        6: "that is the sum of the two means; average them",
+    },
+    "ddp": {
+        16: "that is the sum over the processes; DDP averages",
+        2: "DDP knows nothing of targets: it averages over processes",
+        3: "backward was called on the sums, not on the means",
+    },
+    "factor": {
+        0.125: "that is right for a sum; DDP has divided by the world size already",
+        4: "that is the inverse",
+        2: "and the targets? .grad holds a sum over targets, divided by 2",
+        0.5: "DDP has divided by 2 already: multiply by it",
+    },
+}
+
+
+def _expect_typed(answers: Any, names: Any) -> None:
+    missing = [name for name in names if name not in answers]
+    assert not missing, f"type {', '.join(missing)} into the cell above and run it"
+
+
+def _expect_numbers(answers: Any, right: Any, slips: Any, is_near: Any) -> None:
+    """The numbers are right, or the slip behind a wrong one is named."""
+    for name, expected in right.items():
+        found = expect_number(answers[name], name)
+        slip = next((text for value, text in slips[name].items() if is_near(found, value)), None)
+        assert slip is None, f"{name} is {found:g}: {slip}"
+        assert is_near(found, expected), (
+            f"{name} is {found:g}, which is not right; look at the second hint"
+        )
+
+
 def task1_step(answers: Any) -> None:
     """Task 1, a step."""
     with case("Task 1, a step"):
-        missing = [
-            name
-            for name in ("gradient", "mean_of_means", "ddp", "factor", "step_gradient")
-            if name not in answers
-        ]
-        assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-        sums, targets = (10.0, 6.0), (2, 6)
+        sums = (10.0, 6.0)
+        targets = (2, 6)
         right = {
             "gradient": sum(sums) / sum(targets),
             "mean_of_means": sum(s / t for s, t in zip(sums, targets, strict=True)) / 2,
             "ddp": sum(sums) / 2,
             "factor": 2 / sum(targets),
         }
-        slips = {
-            "gradient": {
-                3: (
-                    "that is the mean of means: the first rank's 2 targets count as much as the"
-                    " other's 6"
-                ),
-                8: "that is divided by the number of processes; divide by that of targets",
-                16: "that is the sum over all targets; divide it by their number",
-            },
-            "mean_of_means": {
-                2: (
-                    "that is the mean over all targets; here each rank takes its own mean"
-                    " first: 10 / 2"
-                    " and 6 / 6"
-                ),
-                6: "that is the sum of the two means; average them",
-            },
-            "ddp": {
-                16: "that is the sum over the processes; DDP averages",
-                2: "DDP knows nothing of targets: it averages over processes",
-                3: "backward was called on the sums, not on the means",
-            },
-            "factor": {
-                0.125: "that is right for a sum; DDP has divided by the world size already",
-                4: "that is the inverse",
-                2: "and the targets? .grad holds a sum over targets, divided by 2",
-                0.5: "DDP has divided by 2 already: multiply by it",
-            },
-        }
-        for name, expected in right.items():
-            found = expect_number(answers[name], name)
-            slip = next(
-                (text for value, text in slips[name].items() if abs(found - value) < 0.006), None
-            )
-            assert slip is None, f"{name} is {found:g}: {slip}"
-            assert abs(found - expected) < 0.006, (
-                f"{name} is {found:g}, which is not right; look at the second hint"
-            )
+        _expect_typed(answers, (*right, "step_gradient"))
+        _expect_numbers(answers, right, STEP_SLIPS, lambda a, b: abs(a - b) < 0.006)
     check_steps(answers, [((10.0, 6.0), (2, 6)), ((10.0, -4.0, 6.0), (2, 1, 1))])
     check_steps(answers, [((3.0, 0.0, 9.0), (1, 0, 3))])
 
@@ -361,13 +364,69 @@ def check_steps(answers: Any, checks: Any) -> None:
             )
 
 
+BOTH_WAYS = "a wire sends and receives at the same time, and in each step of a ring it does both"
+TWO_MOMENTS = (
+    "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of moments"
+)
+COST_SLIPS: dict[str, dict[float, str]] = {
+    "ring_mb": {
+        700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
+        11200: "that is the whole tensor in each of the 14 steps; a step sends one part of 8",
+        1600: "there are 2 (n - 1) steps, not 2 n",
+        5600: "that is what rank 0 sends without a ring",
+        1.4: "that is in GB",
+    },
+    "ring_ms": {
+        35: "that is one half of the ring",
+        140: BOTH_WAYS,
+        80: "there are 2 (n - 1) steps, not 2 n",
+        0.07: "that is in seconds",
+    },
+    "one_mb": {
+        6400: "rank 0 need not send to itself",
+        11200: "rank 0 sends half of that, and receives the other half",
+        1400: "that is the ring",
+    },
+    "one_ms": {
+        280: "first it receives 7 tensors, and then it sends 7",
+        320: "rank 0 need not send to itself",
+        640: "rank 0 need not send to itself",
+        0.56: "that is in seconds",
+    },
+    "ddp_gb": {
+        24: TWO_MOMENTS,
+        12: TWO_MOMENTS,
+        36: TWO_MOMENTS,
+        3: "DDP shares nothing out: every process holds everything",
+        44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "fsdp_gb": {
+        1.5: TWO_MOMENTS,
+        0.75: TWO_MOMENTS,
+        48: "FSDP shares parameters, gradients and moments out",
+        25.5: "parameters and gradients are shared out too",
+        14.25: "parameters are shared out too",
+        2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "block_gb": {
+        3: "the whole block lies beside the shares, in addition",
+        0.5: "and the shares?",
+        5: "only the parameters of the block are gathered, not its gradients and moments",
+        15: "one block of 24 is whole, not all of them",
+        3.125: "3 billion / 24 are parameters, and each has 4 bytes",
+        3.03: "a block has 3 billion / 24 parameters; all processes' shares of it are gathered",
+    },
+}
+
+
 def task1_costs(answers: Any) -> None:
     """Task 1, costs."""
     with case("Task 1, costs"):
-        names = ("ring_mb", "ring_ms", "one_mb", "one_ms", "ddp_gb", "fsdp_gb", "block_gb")
-        missing = [name for name in names if name not in answers]
-        assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-        n, megabytes, speed, billions, blocks = 8, 800, 20, 3, 24  # MB, MB in a millisecond
+        n = 8
+        megabytes = 800
+        speed = 20  # MB in a millisecond
+        billions = 3
+        blocks = 24
         right = {
             "ring_mb": 2 * (n - 1) * megabytes / n,
             "ring_ms": 2 * (n - 1) * megabytes / n / speed,
@@ -377,72 +436,8 @@ def task1_costs(answers: Any) -> None:
             "fsdp_gb": 16 * billions / 16,
             "block_gb": 16 * billions / 16 + 4 * billions / blocks,
         }
-        both = "a wire sends and receives at the same time, and in each step of a ring it does both"
-        moments = (
-            "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of"
-            " moments"
-        )
-        slips = {
-            "ring_mb": {
-                700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
-                11200: "that is the whole tensor in each of the 14 steps; a step sends one"
-                " part of 8",
-                1600: "there are 2 (n - 1) steps, not 2 n",
-                5600: "that is what rank 0 sends without a ring",
-                1.4: "that is in GB",
-            },
-            "ring_ms": {
-                35: "that is one half of the ring",
-                140: both,
-                80: "there are 2 (n - 1) steps, not 2 n",
-                0.07: "that is in seconds",
-            },
-            "one_mb": {
-                6400: "rank 0 need not send to itself",
-                11200: "rank 0 sends half of that, and receives the other half",
-                1400: "that is the ring",
-            },
-            "one_ms": {
-                280: "first it receives 7 tensors, and then it sends 7",
-                320: "rank 0 need not send to itself",
-                640: "rank 0 need not send to itself",
-                0.56: "that is in seconds",
-            },
-            "ddp_gb": {
-                24: moments,
-                12: moments,
-                36: moments,
-                3: "DDP shares nothing out: every process holds everything",
-                44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
-            },
-            "fsdp_gb": {
-                1.5: moments,
-                0.75: moments,
-                48: "FSDP shares parameters, gradients and moments out",
-                25.5: "parameters and gradients are shared out too",
-                14.25: "parameters are shared out too",
-                2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
-            },
-            "block_gb": {
-                3: "the whole block lies beside the shares, in addition",
-                0.5: "and the shares?",
-                5: "only the parameters of the block are gathered, not its gradients and moments",
-                15: "one block of 24 is whole, not all of them",
-                3.125: "3 billion / 24 are parameters, and each has 4 bytes",
-                3.03: "a block has 3 billion / 24 parameters; all processes' shares of it"
-                " are gathered",
-            },
-        }
-        for name, expected in right.items():
-            found = expect_number(answers[name], name)
-            slip = next(
-                (text for value, text in slips[name].items() if abs(found / value - 1) < 0.004),
-                None,
-            )
-            assert slip is None, f"{name} is {found:g}: {slip}"
-            assert abs(found / expected - 1) < 0.004, (
-                f"{name} is {found:g}, which is not right; look at the second hint"
-            )
+        _expect_typed(answers, right)
+        _expect_numbers(answers, right, COST_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
 
 
 # ------------------------------------------------------------------------- 2, two halves of a ring
@@ -468,6 +463,48 @@ def expect_tidy(wires: Any, nbytes: Any, what: Any, left: Any) -> None:
         )
 
 
+def _expect_indices(indices: Any, n: Any) -> Any:
+    """The indices that the ranks return, each part's once."""
+    indices = [
+        expect_number(index, f"what rank {rank} returns") for rank, index in enumerate(indices)
+    ]
+    assert sorted(indices) == list(range(n)), (
+        f"the ranks return the indices {indices}: each of the {n} parts must be that of one process"
+    )
+    return indices
+
+
+def _expect_sum(number: Any, held: Any, n: Any) -> None:
+    """`number` is a sum of what ranks bring, and no mean of it."""
+    assert math.isfinite(number) and number >= 0, (
+        f"{held}: no sum of what the ranks bring gives that. Is a buffer added before"
+        " `receive` has filled it?"
+    )
+    assert abs(number * n - sum(10**r for r in range(n))) > 0.5 or n == 1, (
+        f"{held}: that is the mean; the sum is asked"
+    )
+    assert number % 1 == 0, (
+        f"{held}: no sum of what the ranks bring is a fraction, so something divides it"
+    )
+
+
+def _expect_each_rank_once(number: Any, held: Any, n: Any) -> None:
+    """Digit r of `number` says how often rank r is counted."""
+    digits = f"{round(number):0{n}d}"[::-1]
+    lost = [r for r in range(n) if digits[r] == "0"]
+    twice = [r for r in range(n) if digits[r] not in "01"]
+    assert not twice, (
+        f"{held}, so rank {twice[0]} is counted {digits[twice[0]]} times: which part"
+        " has this process added to in the step before? And does it receive into a"
+        " buffer of its own, not into the part?"
+    )
+    assert not lost, (
+        f"{held}, so rank {lost[0]} is missing: are there n - 1 steps, does each *add*,"
+        " and into the part itself (`+=` writes into it; `a = a + b` makes a new"
+        " tensor), and is this the part of the last step?"
+    )
+
+
 def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     """The first half alone."""
     reduce_scatter = student(answers, "reduce_scatter")
@@ -480,43 +517,16 @@ def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     with case(f"Task 2, reduce_scatter of {size} numbers on {n} processes"):
         indices, tensors, wires = zip(*run(n, play, left=left), strict=True)
         expect_own_loop(wires, "reduce_scatter")
-        indices = [
-            expect_number(index, f"what rank {rank} returns") for rank, index in enumerate(indices)
-        ]
-        assert sorted(indices) == list(range(n)), (
-            f"the ranks return the indices {indices}: each of the {n} parts must be that of one"
-            " process"
-        )
-        round_ring = all((b - a) % n == 1 % n for a, b in zip(indices, indices[1:], strict=False))
+        indices = _expect_indices(indices, n)
         for rank, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
             for number in tensor.tensor_split(n)[int(index)].tolist():
                 held = (
                     f"rank {rank} returns part {index:g}, which holds {number:g}, expected"
                     f" {sum(10**r for r in range(n))}. Rank r brings 10 to the power r"
                 )
-                assert math.isfinite(number) and number >= 0, (
-                    f"{held}: no sum of what the ranks bring gives that. Is a buffer added before"
-                    " `receive` has filled it?"
-                )
-                assert abs(number * n - sum(10**r for r in range(n))) > 0.5 or n == 1, (
-                    f"{held}: that is the mean; the sum is asked"
-                )
-                assert number % 1 == 0, (
-                    f"{held}: no sum of what the ranks bring is a fraction, so something divides it"
-                )
-                digits = f"{round(number):0{n}d}"[::-1]
-                lost = [r for r in range(n) if digits[r] == "0"]
-                twice = [r for r in range(n) if digits[r] not in "01"]
-                assert not twice, (
-                    f"{held}, so rank {twice[0]} is counted {digits[twice[0]]} times: which part"
-                    " has this process added to in the step before? And does it receive into a"
-                    " buffer of its own, not into the part?"
-                )
-                assert not lost, (
-                    f"{held}, so rank {lost[0]} is missing: are there n - 1 steps, does each *add*,"
-                    " and into the part itself (`+=` writes into it; `a = a + b` makes a new"
-                    " tensor), and is this the part of the last step?"
-                )
+                _expect_sum(number, held, n)
+                _expect_each_rank_once(number, held, n)
+        round_ring = all((b - a) % n == 1 % n for a, b in zip(indices, indices[1:], strict=False))
         assert round_ring, (
             f"the ranks return the indices {indices}: from each to its right neighbour they must"
             " grow by 1, round the ring"
@@ -605,7 +615,8 @@ def task2_whole(answers: Any) -> None:
 
 def _plane(count: Any, seed: Any, masked: Any = False) -> Any:
     g = torch.Generator().manual_seed(seed)
-    x, noise = torch.randn(count, 2, generator=g), 0.1 * torch.randn(count, generator=g)
+    x = torch.randn(count, 2, generator=g)
+    noise = 0.1 * torch.randn(count, generator=g)
     use = torch.rand(count, generator=g) > 0.35 if masked else torch.ones(count, dtype=torch.bool)
     return {"x": x, "y": x @ torch.tensor([2.0, -1.0]) + 0.5 + noise, "use": use}
 
@@ -627,7 +638,8 @@ def _alone(
     data: Any, valid: Any, epochs: Any, rows: Any, update: Any, max_norm: Any, seed: Any
 ) -> Any:
     """One process with everything."""
-    model, g = nn.Linear(2, 1), torch.Generator().manual_seed(seed)
+    model = nn.Linear(2, 1)
+    g = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=g))
     parameters = list(model.parameters())
@@ -690,78 +702,75 @@ def _rows_counted(answers: Any) -> Iterator[Any]:
         answers["start_line"] = given
 
 
+def check_start(answers: Any, n: Any) -> None:
+    """The weights before the first step, and a validation of equal shares."""
+    with case(f"Task 3, {n} processes, no epoch"):
+        found, weights, loss, _ = _trained(answers, n, _plane(21, 0), _plane(6, 9), epochs=0)
+        for rank, result in enumerate(found):
+            assert result["weights"] == weights, (
+                f"before the first step rank {rank} has the weights"
+                f" {[round(w, 2) for w in result['weights']]}, expected those of"
+                f" start_line(seed):"
+                f" {[round(w, 2) for w in weights]}"
+            )
+        for rank, result in enumerate(found):
+            assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
+                f"a validation of 6 rows gives {result['loss']:.4f} in rank {rank}, expected"
+                f" {loss:.4f}: the mean over all rows of all processes"
+            )
+
+
+def check_read(answers: Any, n: Any, rows: Any) -> None:
+    """Each row is read once in an epoch, by one process."""
+    with case(f"Task 3, {n} processes, 21 rows in steps of {rows}"):
+        data = _plane(21, 0, True)
+        found, _, _, _ = _trained(answers, n, data, _plane(6, 9), rows=rows, epochs=2)
+        read = sum((list(result["read"]) for result in found), [])
+        counts = [read.count(row) for row in range(21)]
+        told = [f"row {row} is read {count} times in 2 epochs" for row, count in enumerate(counts)]
+        much = next((words for words, count in zip(told, counts, strict=True) if count > 2), None)
+        less = next((words for words, count in zip(told, counts, strict=True) if count < 2), None)
+        assert not much, (
+            f"{much}, in all processes together: cut the rows of a step, so that"
+            f" each is read by"
+            " one process"
+        )
+        unread = [row for row, count in enumerate(counts) if not count]
+        assert not unread or data["use"][unread].any() or data["use"].sum() + len(unread) != 21, (
+            f"{less}, in all processes together, like all rows without a target:"
+            f" they are read too,"
+            " and `read` lists them"
+        )
+        assert not less, (
+            f"{less}, in all processes together: the last step reads what is left, also if its"
+            " shares are unequal"
+        )
+
+
+def check_validation(answers: Any, n: Any, rows: Any) -> None:
+    """A validation of unequal shares, in which each row is computed once."""
+    with case(f"Task 3, {n} processes validate {rows} rows"):
+        found, _, loss, computed = _trained(answers, n, _plane(21, 0), _plane(rows, 3), epochs=0)
+        for rank, result in enumerate(found):
+            assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
+                f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}:"
+                f" the shares"
+                " are unequal, so add up squares and rows of all processes, then divide"
+            )
+        assert computed <= rows, (
+            f"the loss is right, but {computed} rows go through the models of the {n}"
+            f" processes, and `valid` has {rows}: each row is computed by one process"
+        )
+
+
 def task3_shares(answers: Any) -> None:
     """Start, rows and validation."""
     for n in (1, 2, 3):
-        with case(f"Task 3, {n} processes, no epoch"):
-            found, weights, loss, _ = _trained(answers, n, _plane(21, 0), _plane(6, 9), epochs=0)
-            for rank, result in enumerate(found):
-                assert result["weights"] == weights, (
-                    f"before the first step rank {rank} has the weights"
-                    f" {[round(w, 2) for w in result['weights']]}, expected those of"
-                    f" start_line(seed):"
-                    f" {[round(w, 2) for w in weights]}"
-                )
-            for rank, result in enumerate(found):
-                assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
-                    f"a validation of 6 rows gives {result['loss']:.4f} in rank {rank}, expected"
-                    f" {loss:.4f}: the mean over all rows of all processes"
-                )
+        check_start(answers, n)
     for n, rows in ((2, 4), (3, 6)):
-        with case(f"Task 3, {n} processes, 21 rows in steps of {rows}"):
-            data = _plane(21, 0, True)
-            found, weights, _, _ = _trained(answers, n, data, _plane(6, 9), rows=rows, epochs=2)
-            counts = [
-                sum((list(result["read"]) for result in found), []).count(row) for row in range(21)
-            ]
-            much = next(
-                (
-                    f"row {row} is read {count} times in 2 epochs"
-                    for row, count in enumerate(counts)
-                    if count > 2
-                ),
-                None,
-            )
-            less = next(
-                (
-                    f"row {row} is read {count} times in 2 epochs"
-                    for row, count in enumerate(counts)
-                    if count < 2
-                ),
-                None,
-            )
-            assert not much, (
-                f"{much}, in all processes together: cut the rows of a step, so that"
-                f" each is read by"
-                " one process"
-            )
-            unread = [row for row, count in enumerate(counts) if not count]
-            assert (
-                not unread or data["use"][unread].any() or data["use"].sum() + len(unread) != 21
-            ), (
-                f"{less}, in all processes together, like all rows without a target:"
-                f" they are read too,"
-                " and `read` lists them"
-            )
-            assert not less, (
-                f"{less}, in all processes together: the last step reads what is left, also if its"
-                " shares are unequal"
-            )
+        check_read(answers, n, rows)
     for n, rows in ((2, 5), (3, 7)):
-        with case(f"Task 3, {n} processes validate {rows} rows"):
-            found, _, loss, computed = _trained(
-                answers, n, _plane(21, 0), _plane(rows, 3), epochs=0
-            )
-            for rank, result in enumerate(found):
-                assert abs(expect_number(result["loss"], "loss") - loss) < 1e-4, (
-                    f"the loss is {result['loss']:.4f} in rank {rank}, expected {loss:.4f}:"
-                    f" the shares"
-                    " are unequal, so add up squares and rows of all processes, then divide"
-                )
-            assert computed <= rows, (
-                f"the loss is right, but {computed} rows go through the models of the {n}"
-                f" processes, and `valid` has {rows}: each row is computed by one process"
-            )
+        check_validation(answers, n, rows)
 
 
 def check_small_validation(answers: Any) -> None:
@@ -891,7 +900,8 @@ def _windows(DataParallel: Any, models: Any, numbers: Any, shares: Any) -> Any:
     def play(wire: Any) -> Any:
         model = models[wire.rank]
         parallel = DataParallel(model, wire, numbers)
-        start, rows = [p.detach().clone() for p in model.parameters()], []
+        start = [p.detach().clone() for p in model.parameters()]
+        rows = []
         first = next(p for p in model.parameters() if p.requires_grad)
         first.register_hook(lambda gradient: wire.log.append(("first layer", 0)))
         for window in shares[wire.rank]:
@@ -920,62 +930,78 @@ def _windows(DataParallel: Any, models: Any, numbers: Any, shares: Any) -> Any:
     return run(len(models), play)
 
 
+def _expect_start_of_first(played: Any, alone: Any) -> None:
+    """All ranks begin with the weights of rank 0."""
+    for rank, (start, _) in enumerate(played):
+        same = all(
+            torch.equal(one, other) for one, other in zip(start, alone.parameters(), strict=True)
+        )
+        assert same, (
+            f"rank {rank} does not begin with the weights of rank 0: copy all parameters, in place"
+        )
+
+
+def _expect_quiet(at: Any, quiet: Any, after: Any) -> None:
+    """Nothing travels within no_sync or in finish."""
+    assert not quiet, f"{at}{quiet[0][0]} was called within no_sync, where nothing travels"
+    assert not after, (
+        f"{at}{len(after)} exchanges in finish: a bucket travels during backward, when"
+        " its last gradient has come"
+    )
+
+
+def _expect_buckets(at: Any, during: Any, sizes: Any, numbers: Any) -> None:
+    """In backward each bucket travels once, when it is full."""
+    travelled = [number for kind, number in during if kind == "all_reduce"]
+    assert len(travelled) <= len(sizes) or sum(travelled) == sum(sizes), (
+        f"{at}{len(travelled)} all-reduces, expected {len(sizes)}: does each bucket"
+        " travel once, and is all set back after a window?"
+    )
+    assert travelled == sizes, (
+        f"{at}the buckets that travelled held {travelled} numbers, expected {sizes}:"
+        f" reverse order of the parameters, at most {numbers} numbers in a bucket"
+    )
+    is_early = during[0][0] == "all_reduce" or len(sizes) == 1
+    assert is_early, (
+        f"{at}the gradient of the first layer came before the first all-reduce: a"
+        " bucket travels when it is full"
+    )
+
+
+def _expect_gradients(at: Any, gradients: Any, alone: Any, n: Any) -> None:
+    """Each `.grad` holds the sum over the `n` processes."""
+    for (name, parameter), found in zip(alone.named_parameters(), gradients, strict=True):
+        right = parameter.grad
+        assert (found is None) == (right is None), f"{at}{name}.grad is {found}"
+        if right is None:
+            continue
+        assert not torch.allclose(found * n, right, atol=1e-4), (
+            f"{at}{name}.grad is the average over the processes; the sum is asked"
+        )
+        off = (found - right).abs().max().item()
+        assert off < 1e-4 * (1 + right.abs().max().item()), (
+            f"{at}{name}.grad is off by {off:.3g} from that of one process with all"
+            " rows: is what no_sync gathered in it, and is the sum in .grad?"
+        )
+
+
 def check_travel(answers: Any, what: Any, models: Any, numbers: Any, shares: Any) -> None:
     with case(f"Task 4, {what}"):
         alone = copy.deepcopy(models[0])
         played = _windows(student(answers, "DataParallel"), models, numbers, shares)
-        for rank, (start, _) in enumerate(played):
-            same = all(
-                torch.equal(one, other)
-                for one, other in zip(start, alone.parameters(), strict=True)
-            )
-            assert same, (
-                f"rank {rank} does not begin with the weights of rank 0: copy all parameters, in"
-                " place"
-            )
+        _expect_start_of_first(played, alone)
         sizes = _packed(alone, numbers)
         for window in range(len(shares[0])):
             alone.zero_grad()
             alone(
                 torch.cat([x for share in shares for x in share[window]])
             ).square().sum().backward()
-            expected = [(name, p.grad) for name, p in alone.named_parameters()]
             for rank, (_, rows) in enumerate(played):
                 gradients, quiet, during, after = rows[window]
                 at = f"window {window + 1}, rank {rank}: "
-                assert not quiet, (
-                    f"{at}{quiet[0][0]} was called within no_sync, where nothing travels"
-                )
-                assert not after, (
-                    f"{at}{len(after)} exchanges in finish: a bucket travels during backward, when"
-                    " its last gradient has come"
-                )
-                travelled = [number for kind, number in during if kind == "all_reduce"]
-                assert len(travelled) <= len(sizes) or sum(travelled) == sum(sizes), (
-                    f"{at}{len(travelled)} all-reduces, expected {len(sizes)}: does each bucket"
-                    " travel once, and is all set back after a window?"
-                )
-                assert travelled == sizes, (
-                    f"{at}the buckets that travelled held {travelled} numbers, expected {sizes}:"
-                    f" reverse order of the parameters, at most {numbers} numbers in a bucket"
-                )
-                is_early = during[0][0] == "all_reduce" or len(sizes) == 1
-                assert is_early, (
-                    f"{at}the gradient of the first layer came before the first all-reduce: a"
-                    " bucket travels when it is full"
-                )
-                for (name, right), found in zip(expected, gradients, strict=True):
-                    assert (found is None) == (right is None), f"{at}{name}.grad is {found}"
-                    if right is None:
-                        continue
-                    assert not torch.allclose(found * len(models), right, atol=1e-4), (
-                        f"{at}{name}.grad is the average over the processes; the sum is asked"
-                    )
-                    off = (found - right).abs().max().item()
-                    assert off < 1e-4 * (1 + right.abs().max().item()), (
-                        f"{at}{name}.grad is off by {off:.3g} from that of one process with all"
-                        " rows: is what no_sync gathered in it, and is the sum in .grad?"
-                    )
+                _expect_quiet(at, quiet, after)
+                _expect_buckets(at, during, sizes, numbers)
+                _expect_gradients(at, gradients, alone, len(models))
 
 
 def task4_travel(answers: Any) -> None:
@@ -1002,72 +1028,90 @@ class _Forgetful(nn.Module):
     def __init__(self, seed: Any) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.first, self.twice, self.idle = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.first = nn.Linear(3, 4)
+        self.twice = nn.Linear(4, 4)
+        self.idle = nn.Linear(4, 1)
 
     def forward(self, x: Any, skip: Any = False) -> Any:
         x = self.twice(self.twice(self.first(x)).tanh())
         return x.sum() if skip else self.idle(x).sum()
 
 
+def _passes(DataParallel: Any, models: Any) -> Any:
+    """By rank: what `finish` raised and what travelled, with `idle`, without it, and with it."""
+
+    def play(wire: Any) -> Any:
+        model = models[wire.rank]
+        messages = []
+        parallel = DataParallel(model, wire, 20)
+        for skip in (False, True, False):
+            del wire.log[:]
+            what = "in a backward without `idle`" if skip else "in a backward with all layers"
+            with _backward_of(model, what + ", after one without `idle`," * len(messages[1:])):
+                model(torch.ones(2, 3), skip).backward()
+            travelled = [number for _, number in wire.log]
+            message = None
+            try:
+                parallel.finish()
+            except RuntimeError as error:
+                message = str(error)
+            messages.append((message, travelled))
+            model.zero_grad(set_to_none=skip)  # after the first backward zeros stay in .grad
+        return messages
+
+    return run(len(models), play)
+
+
+def _expect_idle_named(rank: Any, message: Any) -> None:
+    """`finish` names the parameters of `idle`, and no others."""
+    assert message is not None, (
+        f"rank {rank}: the second backward does not use the layer `idle`, and"
+        f" finish raised no"
+        " RuntimeError. Note which hooks were called since the last finish: .grad may hold"
+        " zeros from before"
+    )
+    named = [name for name in ("idle.weight", "idle.bias") if name not in message]
+    assert not named, (
+        f"rank {rank}: the message of finish must name {' and '.join(named)}; it says: {message}"
+    )
+    others = [
+        name
+        for name in ("first.weight", "first.bias", "twice.weight", "twice.bias")
+        if name in message
+    ]
+    assert not others, (
+        f"rank {rank}: the message of finish names {' and '.join(others)},"
+        f" whose gradients have"
+        f" come: {message}"
+    )
+
+
+def _expect_full_buckets(rank: Any, travels: Any, sizes: Any) -> None:
+    """Without `idle` its bucket, the first, stays."""
+    for number, travelled in enumerate(travels):
+        expected = sizes[number % 2 :]
+        assert travelled == expected, (
+            f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
+            f" {'without' if number == 1 else 'with'} `idle`, buckets of"
+            f" {travelled} numbers"
+            f" travelled, expected {expected}: those all of whose gradients have"
+            f" come in this"
+            " backward"
+        )
+
+
 def check_unused(answers: Any) -> Any:
     """A parameter that gets no gradient in one of three passes."""
     DataParallel = student(answers, "DataParallel")
     with case("Task 4, a parameter that is not used"):
-
-        def play(wire: Any) -> Any:
-            model, messages = models[wire.rank], []
-            parallel = DataParallel(model, wire, 20)
-            for skip in (False, True, False):
-                del wire.log[:]
-                what = "in a backward without `idle`" if skip else "in a backward with all layers"
-                with _backward_of(model, what + ", after one without `idle`," * len(messages[1:])):
-                    model(torch.ones(2, 3), skip).backward()
-                travelled, message = [number for _, number in wire.log], None
-                try:
-                    parallel.finish()
-                except RuntimeError as error:
-                    message = str(error)
-                messages.append((message, travelled))
-                model.zero_grad(set_to_none=skip)  # after the first backward zeros stay in .grad
-            return messages
-
         models = [_Forgetful(0), _Forgetful(1)]
-        for rank, played in enumerate(run(2, play)):
+        for rank, played in enumerate(_passes(DataParallel, models)):
             (earlier, message, later), travels = zip(*played, strict=True)
             assert earlier is None, (
                 f"rank {rank}: the first backward uses all layers, and finish raises: {earlier}"
             )
-            assert message is not None, (
-                f"rank {rank}: the second backward does not use the layer `idle`, and"
-                f" finish raised no"
-                " RuntimeError. Note which hooks were called since the last finish: .grad may hold"
-                " zeros from before"
-            )
-            named = [name for name in ("idle.weight", "idle.bias") if name not in message]
-            assert not named, (
-                f"rank {rank}: the message of finish must name {' and '.join(named)}; it says:"
-                f" {message}"
-            )
-            others = [
-                name
-                for name in ("first.weight", "first.bias", "twice.weight", "twice.bias")
-                if name in message
-            ]
-            assert not others, (
-                f"rank {rank}: the message of finish names {' and '.join(others)},"
-                f" whose gradients have"
-                f" come: {message}"
-            )
-            for number, travelled in enumerate(travels):
-                expected = _packed(models[rank], 20)[number % 2 :]
-                assert travelled == expected, (
-                    f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
-                    f" {'without' if number == 1 else 'with'} `idle`, buckets of"
-                    f" {travelled} numbers"
-                    f" travelled, expected {expected}: those all of whose gradients have"
-                    f" come in this"
-                    " backward"
-                )
+            _expect_idle_named(rank, message)
+            _expect_full_buckets(rank, travels, _packed(models[rank], 20))
             assert later is None, (
                 f"rank {rank}: the next backward uses all layers, and finish raises again: {later}"
             )
@@ -1156,7 +1200,10 @@ def _adamw_by_torch(
     start: Any, gradients: Any, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, **slip: Any
 ) -> Any:
     """All parameters after each step, by PyTorch."""
-    w, m, v, t = start.clone(), torch.zeros_like(start), torch.zeros_like(start), torch.zeros(())
+    w = start.clone()
+    m = torch.zeros_like(start)
+    v = torch.zeros_like(start)
+    t = torch.zeros(())
     rows = []
     for g in gradients:
         if "coupled" in slip:
@@ -1184,22 +1231,22 @@ def _adamw_by_torch(
     return rows
 
 
-def check_sharded(
-    answers: Any, n: Any, shapes: Any, seed: Any, steps: Any = 3, **settings: Any
+def _sharded_steps(
+    ShardedAdamW: Any, start: Any, gradients: Any, shapes: Any, settings: Any
 ) -> Any:
-    ShardedAdamW = student(answers, "ShardedAdamW")
-    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2} | settings
-    g = torch.Generator().manual_seed(seed)
+    """By rank: all parameters after each step, the bytes sent in it, held_bytes(), and the bytes of
+    all tensors that the optimizer keeps.
+    """
     numbers = [math.prod(shape) for shape in shapes]
-    start = torch.randn(sum(numbers), generator=g)
-    gradients = torch.randn(steps, n, sum(numbers), generator=g)
 
     def play(wire: Any) -> Any:
         parameters = [
             nn.Parameter(piece.clone().reshape(shape))
             for piece, shape in zip(start.split(numbers), shapes, strict=True)
         ]
-        optimizer, rows, sent = ShardedAdamW(iter(parameters), wire, **settings), [], []
+        optimizer = ShardedAdamW(iter(parameters), wire, **settings)
+        rows = []
+        sent = []
         for row in gradients[:, wire.rank]:
             before = wire.sent
             for parameter, piece, shape in zip(parameters, row.split(numbers), shapes, strict=True):
@@ -1216,117 +1263,153 @@ def check_sharded(
             sum(seen[key] for key in seen.keys() - theirs.keys()),
         )
 
+    return run(gradients.shape[1], play)
+
+
+def _slips_of_update(start: Any, sums: Any, settings: Any) -> Any:
+    """Parameters after each step of updates that are not AdamW's, and what they are."""
+    rate = settings["lr"]
+    decay = settings["weight_decay"]
+    return [
+        ([start] * len(sums), "those of the start: change the model's own parameters, in place"),
+        (
+            _adamw_by_torch(start, sums, **settings, coupled=True),
+            (
+                "those of Adam, which adds the decay to the gradient. AdamW shrinks the weights"
+                " beside it"
+            ),
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings, uncounted=True),
+            (
+                "those of an AdamW that takes every step for the first: count the steps for the"
+                " bias correction"
+            ),
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings | {"weight_decay": decay / rate}),
+            "those of a decay by weight_decay * w; it is lr * weight_decay * w",
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings | {"weight_decay": 0.0}),
+            "those without weight decay",
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings, late=True),
+            "those of a decay after the update; it comes before it",
+        ),
+    ]
+
+
+def _slips_of_sum(start: Any, gradients: Any, settings: Any) -> Any:
+    """The same for gradients that are not the sum over the processes."""
+    n = gradients.shape[1]
+    if n == 1:
+        return []
+    own = torch.cat([gradients[:, rank].tensor_split(n, dim=1)[rank] for rank in range(n)], dim=1)
+    return [
+        (
+            _adamw_by_torch(start, gradients.sum(dim=1) / n, **settings),
+            ("those of the *mean* of the gradients over the processes; they are to be added up"),
+        ),
+        (
+            _adamw_by_torch(start, own, **settings),
+            (
+                "those of one process's gradients for each part: add up those of all"
+                " processes, by wire.reduce_scatter"
+            ),
+        ),
+    ]
+
+
+def _expect_no_slip(found: Any, expected: Any, slips: Any, step: Any, rank: Any) -> None:
+    """The parameters after a step are not those of a known slip."""
+    for wrong, what in slips:
+        is_slip = not torch.allclose(wrong[step - 1], expected, atol=1e-4) and torch.allclose(
+            found, wrong[step - 1], atol=1e-5
+        )
+        assert not is_slip, f"after step {step} the parameters of rank {rank} are {what}"
+
+
+def _expect_adamw(found: Any, expected: Any, n: Any, step: Any, rank: Any) -> None:
+    """The parameters after a step are those of torch.optim.AdamW, in each of `n` parts."""
+    off = (found - expected).abs()
+    assert not off.isnan().any(), (
+        f"after step {step} the parameters of rank {rank} hold nan: for t = 0 the bias"
+        " correction divides by 0. Is the step counted before it?"
+    )
+    parts = [
+        index
+        for index, part in enumerate(off.tensor_split(n))
+        if part.numel() and part.max() > 1e-5
+    ]
+    assert not parts, (
+        f"after step {step} the parameters of rank {rank} differ from"
+        f" torch.optim.AdamW's by {off.max():.3g}, in the parts {parts} of {n}: is each"
+        " part updated with the sum of all processes' gradients, m and v corrected for"
+        f" t = {step}, and eps outside of the root?"
+    )
+
+
+def _expect_bytes_sent(sent: Any, start: Any, n: Any, rank: Any) -> None:
+    """No step sends more than an all-reduce."""
+    # a ring, or each part of the gradient straight to its process, and the new part from
+    # there to all
+    length = len(start.tensor_split(n)[rank])
+    limit = max(2 * (n - 1) * start.nbytes / n, start.nbytes + (n - 2) * 4 * length)
+    assert max(sent) <= limit + 1, (
+        f"rank {rank} sends {max(sent):g} bytes in a step, expected at most {limit:g}, as"
+        " for an all-reduce: sum only this process's part, by reduce_scatter, and gather"
+        " parts of the parameters once"
+    )
+
+
+def _expect_bytes_held(held: Any, kept: Any, start: Any, n: Any, rank: Any) -> None:
+    """The moments of a part, as `held_bytes()` says and as the tensors kept show."""
+    share = 8 * len(start.tensor_split(n)[rank])
+    held = expect_number(held, "held_bytes()")
+    assert held == share or held != 2 * start.nbytes, (
+        f"rank {rank}: held_bytes() is {held:g}, expected {share}: those are the moments of"
+        " all parameters, not of this process's part"
+    )
+    assert held == share, (
+        f"rank {rank}: held_bytes() is {held:g}, expected {share}: two moments, of 4 bytes,"
+        " for each number of this part"
+    )
+    most = 2 * share + 256
+    assert kept <= most, (
+        f"rank {rank} keeps tensors of {kept} bytes beside the parameters, and the moments"
+        f" of its part have {share}: keep no moments of other parts, and no whole rows"
+    )
+
+
+def check_sharded(
+    answers: Any, n: Any, shapes: Any, seed: Any, steps: Any = 3, **settings: Any
+) -> Any:
+    ShardedAdamW = student(answers, "ShardedAdamW")
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2} | settings
+    g = torch.Generator().manual_seed(seed)
+    total = sum(math.prod(shape) for shape in shapes)
+    start = torch.randn(total, generator=g)
+    gradients = torch.randn(steps, n, total, generator=g)
     lengths = [len(part) for part in start.tensor_split(n)]
-    with case(f"Task 5, {n} processes, {sum(numbers)} parameters in parts of {lengths}"):
-        played = run(n, play)
+    with case(f"Task 5, {n} processes, {total} parameters in parts of {lengths}"):
+        played = _sharded_steps(ShardedAdamW, start, gradients, shapes, settings)
         sums = gradients.sum(dim=1)
         right = _adamw_by_torch(start, sums, **settings)
-        slips = [
-            ([start] * steps, "those of the start: change the model's own parameters, in place"),
-            (
-                _adamw_by_torch(start, sums, **settings, coupled=True),
-                (
-                    "those of Adam, which adds the decay to the gradient. AdamW shrinks the weights"
-                    " beside it"
-                ),
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings, uncounted=True),
-                (
-                    "those of an AdamW that takes every step for the first: count the steps for the"
-                    " bias correction"
-                ),
-            ),
-            (
-                _adamw_by_torch(
-                    start,
-                    sums,
-                    **settings | {"weight_decay": settings["weight_decay"] / settings["lr"]},
-                ),
-                "those of a decay by weight_decay * w; it is lr * weight_decay * w",
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings | {"weight_decay": 0.0}),
-                "those without weight decay",
-            ),
-            (
-                _adamw_by_torch(start, sums, **settings, late=True),
-                "those of a decay after the update; it comes before it",
-            ),
-        ]
-        if n > 1:
-            own = torch.cat(
-                [gradients[:, rank].tensor_split(n, dim=1)[rank] for rank in range(n)], dim=1
-            )
-            slips += [
-                (
-                    _adamw_by_torch(start, sums / n, **settings),
-                    (
-                        "those of the *mean* of the gradients over the processes; they are to be"
-                        " added up"
-                    ),
-                ),
-                (
-                    _adamw_by_torch(start, own, **settings),
-                    (
-                        "those of one process's gradients for each part: add up those of all"
-                        " processes, by wire.reduce_scatter"
-                    ),
-                ),
-            ]
+        slips = _slips_of_update(start, sums, settings)
+        slips += _slips_of_sum(start, gradients, settings)
         for rank, (rows, *_) in enumerate(played):
             for step, (found, expected) in enumerate(zip(rows, right, strict=True), 1):
-                for wrong, what in slips:
-                    is_slip = not torch.allclose(
-                        wrong[step - 1], expected, atol=1e-4
-                    ) and torch.allclose(found, wrong[step - 1], atol=1e-5)
-                    assert not is_slip, (
-                        f"after step {step} the parameters of rank {rank} are {what}"
-                    )
-                off = (found - expected).abs()
-                assert not off.isnan().any(), (
-                    f"after step {step} the parameters of rank {rank} hold nan: for t = 0 the bias"
-                    " correction divides by 0. Is the step counted before it?"
-                )
-                parts = [
-                    index
-                    for index, part in enumerate(off.tensor_split(n))
-                    if part.numel() and part.max() > 1e-5
-                ]
-                assert not parts, (
-                    f"after step {step} the parameters of rank {rank} differ from"
-                    f" torch.optim.AdamW's by {off.max():.3g}, in the parts {parts} of {n}: is each"
-                    " part updated with the sum of all processes' gradients, m and v corrected for"
-                    f" t = {step}, and eps outside of the root?"
-                )
+                _expect_no_slip(found, expected, slips, step, rank)
+                _expect_adamw(found, expected, n, step, rank)
                 assert torch.equal(found, played[0][0][step - 1]), (
                     f"after step {step} the parameters of ranks 0 and {rank} differ in the last"
                     " bits: all must take the gathered ones"
                 )
         for rank, (_, sent, held, kept) in enumerate(played):
-            # a ring, or each part of the gradient straight to its process, and the new part from
-            # there to all
-            limit = max(2 * (n - 1) * start.nbytes / n, start.nbytes + (n - 2) * 4 * lengths[rank])
-            assert max(sent) <= limit + 1, (
-                f"rank {rank} sends {max(sent):g} bytes in a step, expected at most {limit:g}, as"
-                " for an all-reduce: sum only this process's part, by reduce_scatter, and gather"
-                " parts of the parameters once"
-            )
-            share = 8 * len(start.tensor_split(n)[rank])
-            held = expect_number(held, "held_bytes()")
-            assert held == share or held != 2 * start.nbytes, (
-                f"rank {rank}: held_bytes() is {held:g}, expected {share}: those are the moments of"
-                " all parameters, not of this process's part"
-            )
-            assert held == share, (
-                f"rank {rank}: held_bytes() is {held:g}, expected {share}: two moments, of 4 bytes,"
-                " for each number of this part"
-            )
-            most = 2 * share + 256
-            assert kept <= most, (
-                f"rank {rank} keeps tensors of {kept} bytes beside the parameters, and the moments"
-                f" of its part have {share}: keep no moments of other parts, and no whole rows"
-            )
+            _expect_bytes_sent(sent, start, n, rank)
+            _expect_bytes_held(held, kept, start, n, rank)
         return [held for _, _, held, _ in played]
 
 
@@ -1435,11 +1518,9 @@ def _attention_alone(x: Any, weights: Any, D: Any) -> Any:
     """The oracle: every head by itself."""
     B, T, _ = x.shape
     q, k, v = ((x @ weights[name].T).view(B, T, -1, D) for name in ("q_proj", "k_proj", "v_proj"))
-    mask, group, y = (
-        torch.full((T, T), -math.inf).triu(1),
-        q.shape[2] // k.shape[2],
-        weights["bias"],
-    )
+    mask = torch.full((T, T), -math.inf).triu(1)
+    group = q.shape[2] // k.shape[2]
+    y = weights["bias"]
     for head in range(q.shape[2]):
         scores = q[:, :, head] @ k[:, :, head // group].transpose(1, 2) / math.sqrt(D) + mask
         y = (
@@ -1465,26 +1546,10 @@ def _expect_close(found: Any, right: Any, message: Any) -> None:
     )
 
 
-def check_heads(
-    answers: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    n: Any,
-    D: Any = 3,
-    width: Any = 10,
-    seed: Any = 0,
+def _attention_in_parts(
+    attention_part: Any, weights: Any, x: Any, slope: Any, n: Any, D: Any
 ) -> Any:
-    weights = {
-        name: weight.requires_grad_()
-        for name, weight in _made(num_heads, num_kv_heads, D, width, seed).items()
-    }
-    g = torch.Generator().manual_seed(seed + 1)
-    x, slope = (
-        torch.randn(2, 4, width, generator=g).requires_grad_(),
-        torch.randn(2, 4, width, generator=g),
-    )
-    y = _attention_alone(x, weights, D)
-    (y * slope).sum().backward()
+    """By rank: the output, the gradients of x and of its weights, and the numbers of exchanges."""
 
     def play(wire: Any) -> Any:
         mine = {
@@ -1502,21 +1567,61 @@ def check_heads(
         grads = {name: weight.grad for name, weight in mine.items()}
         return found.detach(), own.grad, grads, (forward, len(wire.log) - forward)
 
+    return run(n, play)
+
+
+def _expect_output(found: Any, y: Any, bias: Any, n: Any, rank: Any) -> None:
+    """The output is that of the whole, with the bias once."""
+    if n > 1 and isinstance(found, Tensor) and found.shape == y.shape:
+        extra = torch.allclose(found - (n - 1) * bias, y, atol=1e-4)
+        assert not extra, (
+            f"rank {rank}: the output holds the bias {n} times: add it once, after the sum"
+            " over the processes"
+        )
+    _expect_close(
+        found,
+        y.detach(),
+        f"rank {rank}: the output is not that of the whole attention; each process has a"
+        " part of a sum over heads",
+    )
+
+
+def _expect_weight_gradients(grads: Any, weights: Any, n: Any, rank: Any) -> None:
+    """The gradient of each weight is that part of the whole's."""
+    for name, weight in weights.items():
+        right = _cut(name, weight.grad, rank, n)
+        what = f"rank {rank}: the gradient of {name} is not that part of the whole's gradient"
+        if name == "bias":
+            what = (
+                f"rank {rank}: the gradient of bias is not the whole's: is it added whole,"
+                " after leave, in each process?"
+            )
+        _expect_close(grads[name], right, what)
+
+
+def check_heads(
+    answers: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    n: Any,
+    D: Any = 3,
+    width: Any = 10,
+    seed: Any = 0,
+) -> Any:
+    weights = {
+        name: weight.requires_grad_()
+        for name, weight in _made(num_heads, num_kv_heads, D, width, seed).items()
+    }
+    g = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(2, 4, width, generator=g).requires_grad_()
+    slope = torch.randn(2, 4, width, generator=g)
+    y = _attention_alone(x, weights, D)
+    (y * slope).sum().backward()
     with case(f"Task 6, {num_heads} heads and {num_kv_heads} key-value heads on {n} processes"):
         attention_part = student(answers, "attention_part")
-        for rank, (found, gradient, grads, counts) in enumerate(run(n, play)):
-            if n > 1 and isinstance(found, Tensor) and found.shape == y.shape:
-                extra = torch.allclose(found - (n - 1) * weights["bias"], y, atol=1e-4)
-                assert not extra, (
-                    f"rank {rank}: the output holds the bias {n} times: add it once, after the sum"
-                    " over the processes"
-                )
-            _expect_close(
-                found,
-                y.detach(),
-                f"rank {rank}: the output is not that of the whole attention; each process has a"
-                " part of a sum over heads",
-            )
+        played = _attention_in_parts(attention_part, weights, x, slope, n, D)
+        for rank, (found, gradient, grads, counts) in enumerate(played):
+            _expect_output(found, y, weights["bias"], n, rank)
             assert counts[0] == 1 or n == 1, (
                 f"rank {rank}: {counts[0]} exchanges in forward, expected 1: heads need nothing of"
                 " each other, only their outputs are summed"
@@ -1527,25 +1632,17 @@ def check_heads(
                 f"rank {rank}: the output is right, and the gradient of x is not that of the whole:"
                 " each process knows what *its* heads contribute, `enter` sums it in backward",
             )
-            for name, weight in weights.items():
-                right = _cut(name, weight.grad, rank, n)
-                what = (
-                    f"rank {rank}: the gradient of {name} is not that part of the whole's gradient"
-                )
-                if name == "bias":
-                    what = (
-                        f"rank {rank}: the gradient of bias is not the whole's: is it added whole,"
-                        " after leave, in each process?"
-                    )
-                _expect_close(grads[name], right, what)
+            _expect_weight_gradients(grads, weights, n, rank)
             assert counts[1] == 1 or n == 1, (
                 f"rank {rank}: {counts[1]} exchanges in backward, expected 1: `enter` x once, for"
                 " all three projections"
             )
 
 
-def check_doors(answers: Any, n: Any) -> Any:
-    """`enter` and `leave` alone."""
+def _through_doors(enter: Any, leave: Any, n: Any) -> Any:
+    """By rank: for each door what comes out, the gradient through it, and what x is afterwards;
+    and the numbers that x began with.
+    """
 
     def play(wire: Any) -> Any:
         numbers = torch.tensor([1.0, 2.0]) * 10**wire.rank
@@ -1569,33 +1666,49 @@ def check_doors(answers: Any, n: Any) -> Any:
             rows += [y.tolist(), through.tolist(), x.tolist()]
         return rows, numbers.tolist()
 
+    return run(n, play)
+
+
+def _expect_enter(e: Any, e_grad: Any, numbers: Any, total: Any, rank: Any, n: Any) -> None:
+    """`enter` hands x through, and sums in backward."""
+    assert e == numbers, (
+        f"rank {rank}: enter returns {e} for {numbers}: forward it hands x through as it is"
+    )
+    doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
+    assert n == 1 or e_grad != doubled, (
+        f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
+        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it"
+    )
+    assert e_grad == total, (
+        f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"
+        f" over all, {total}"
+    )
+
+
+def _expect_leave(y: Any, y_grad: Any, numbers: Any, total: Any, rank: Any) -> None:
+    """`leave` sums, and hands the gradient through in backward."""
+    assert y == total, (
+        f"rank {rank}: leave returns {y} for {numbers}, expected the sum over all, {total}"
+    )
+    assert y_grad == numbers, (
+        f"rank {rank}: the gradient that comes out of leave is {y_grad}, expected what came"
+        f" in, {numbers}"
+    )
+
+
+def check_doors(answers: Any, n: Any) -> Any:
+    """`enter` and `leave` alone."""
     with case(f"Task 6, enter and leave on {n} processes"):
         enter, leave = student(answers, "enter", "leave")
         total = [sum(10**rank for rank in range(n)), 2 * sum(10**rank for rank in range(n))]
-        for rank, ((e, e_grad, e_x, y, y_grad, y_x), numbers) in enumerate(run(n, play)):
+        played = _through_doors(enter, leave, n)
+        for rank, ((e, e_grad, e_x, y, y_grad, y_x), numbers) in enumerate(played):
             assert e_x == y_x == numbers, (
                 f"rank {rank}: enter or leave has changed the tensor that it was given: work on a"
                 " copy"
             )
-            assert e == numbers, (
-                f"rank {rank}: enter returns {e} for {numbers}: forward it hands x through as it is"
-            )
-            doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
-            assert n == 1 or e_grad != doubled, (
-                f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
-                " autograd uses elsewhere too (here x also goes round enter): sum a copy of it"
-            )
-            assert e_grad == total, (
-                f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"
-                f" over all, {total}"
-            )
-            assert y == total, (
-                f"rank {rank}: leave returns {y} for {numbers}, expected the sum over all, {total}"
-            )
-            assert y_grad == numbers, (
-                f"rank {rank}: the gradient that comes out of leave is {y_grad}, expected what came"
-                f" in, {numbers}"
-            )
+            _expect_enter(e, e_grad, numbers, total, rank, n)
+            _expect_leave(y, y_grad, numbers, total, rank)
 
 
 def task6_gradients(answers: Any) -> None:
