@@ -547,14 +547,16 @@ class Session:
     def bindings(self) -> dict:
         """The names that the student's cells have bound, and the plain data among their values."""
         plain, size = {}, 0
-        for name in sorted(self.bound & self.student.keys()):
+        # Python itself binds names with two underscores: `__warningregistry__`, where a cell warns
+        bound = {name for name in self.bound if not name.startswith("__")}
+        for name in sorted(bound & self.student.keys()):
             with contextlib.suppress(ValueError, RecursionError):
                 packed = pack(self.student[name])
                 size += len(json.dumps(packed))
                 if size > PLAIN:
                     break
                 plain[name] = packed
-        return {"plain": plain, "bound": sorted(self.bound)}
+        return {"plain": plain, "bound": sorted(bound)}
 
     def begin_answer(self) -> None:
         self.untouched = self.untouched or shared_parts()
