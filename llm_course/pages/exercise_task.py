@@ -987,8 +987,8 @@ def _check_aux(seen: float, errors: list[float], sizes: tuple[int, int], weight:
     slips = [  # two may give the same number: the first is the likelier one
         (
             weight * mean,
-            "aux_sum is the weighted mean error itself: it will be divided by num_targets, so multiply"
-            " it by num_targets",
+            "aux_sum is the weighted mean error itself: it will be divided by num_targets, so"
+            " multiply it by num_targets",
         ),
         (
             weight * sum(errors),
