@@ -22,7 +22,7 @@ from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 
 STYLES = ("-", "--", "-.", ":")
-M = TypeVar("M", bound=nn.Module)
+_M = TypeVar("_M", bound=nn.Module)
 
 # ------------------------------------------------------------------------------- a model's size
 
@@ -90,7 +90,7 @@ def show_shape(**shape: int) -> None:
 # ----------------------------------------------------------------------------------- measurements
 
 
-def gain_one(module: M) -> M:
+def gain_one(module: _M) -> _M:
     """Draw each matrix so that it keeps the size of an unrelated input."""
     for weight in module.parameters():
         if weight.ndim == 2:
@@ -98,7 +98,7 @@ def gain_one(module: M) -> M:
     return module
 
 
-def randomise(module: M) -> M:
+def randomise(module: _M) -> _M:
     """Draw norm weights and biases, too: with weights of 1, two norms can't be told apart."""
     for parameter in module.parameters():
         if parameter.ndim == 1:
