@@ -39,10 +39,17 @@ def story_tokenizer() -> BPETokenizer:
     return BPETokenizer.train(stories(200, "easy"), vocab_size=1400, special_tokens=special)
 
 
+def end_of_text() -> int:
+    """The id that ends a text, and separates packed documents."""
+    end = story_tokenizer().eos_token_id
+    assert end is not None
+    return end
+
+
 def packed_stories(count: int = 200) -> np.ndarray:
     """The ids of some stories in one long row, with a separator after each."""
     tokenizer = story_tokenizer()
-    ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in stories(count, "easy")]
+    ids = [[*tokenizer.encode(text), end_of_text()] for text in stories(count, "easy")]
     return np.concatenate([np.array(row, dtype=np.uint16) for row in ids])
 
 
@@ -51,7 +58,7 @@ def paragraphs(longest: int = 32) -> list[Row]:
     """The paragraphs of some stories as ids, each with the end-of-text token at its end."""
     tokenizer = story_tokenizer()
     texts = [part for text in stories(800, "easy") for part in text.split("\n\n")]
-    rows = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+    rows = [[*tokenizer.encode(text), end_of_text()] for text in texts]
     return [row for row in rows if len(row) <= longest]
 
 
@@ -71,7 +78,7 @@ def prompt_and_answer(question: str, answer: str) -> tuple[Row, Row]:
 
 def popular_batch(rows: Sequence[Row]) -> Batch:
     """A batch as many programs make it; the page says what is wrong with it."""
-    end = story_tokenizer().eos_token_id
+    end = end_of_text()
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[end] * (width - len(row))] for row in rows])
     labels = ids.masked_fill(ids == end, IGNORE_INDEX)
@@ -125,7 +132,7 @@ def continue_text(model: DecoderModel, prompt: str, *, most: int = 45) -> str:
         ids,
         max_new_tokens=most,
         temperature=0.5,
-        stop_token_ids=[tokenizer.eos_token_id],
+        stop_token_ids=[end_of_text()],
         generator=torch.Generator().manual_seed(1),
     )[0]
     return tokenizer.decode(row.tolist())
@@ -265,7 +272,7 @@ def look_at_batch(
     tokens: np.ndarray, *, T: int, B: int, epoch: int, position: int, ranks: int
 ) -> None:
     """The global batch at a place of a run, as several ranks share it."""
-    data = PackedDataset(tokens, T, separator_id=story_tokenizer().eos_token_id)
+    data = PackedDataset(tokens, T, separator_id=end_of_text())
     here: dict[str, Any] = {"seed": 0, "epoch": epoch, "position": position, "world_size": ranks}
     samplers = [ResumableBatchSampler(len(data), B, rank=rank, **here) for rank in range(ranks)]
     shares = [next(iter(sampler), []) for sampler in samplers]
