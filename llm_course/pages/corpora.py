@@ -190,6 +190,20 @@ def plot_learning(curves: dict[str, np.ndarray]) -> None:
 # ------------------------------------------------------------------------------------------- files
 
 
+def plot_lengths(lengths: np.ndarray) -> None:
+    """The share of documents, and of text, up to each length; `lengths` are sorted."""
+    plt.figure(figsize=(6, 2.5))
+    share = np.arange(1, len(lengths) + 1) / len(lengths)
+    plt.semilogx(lengths, share, label="of the documents")
+    plt.semilogx(lengths, lengths.cumsum() / lengths.sum(), "--", label="of the text")
+    plt.axhline(0.5, color="gray", linestyle=":")
+    plt.xlabel("characters in a document")
+    plt.ylabel("share up to this length")
+    plt.title("Most documents are short; most of the text is in the long ones", fontsize=10)
+    plt.legend(fontsize=8)
+    plt.show()
+
+
 def write_stories(folder: Path, count: int = 60) -> list[str]:
     """Write stories into text files, one each, and return the pattern that names them."""
     folder.mkdir(parents=True)
