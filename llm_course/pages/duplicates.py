@@ -13,7 +13,7 @@ from llm_course.text.cleaning import CleaningStep, clean_corpus, shingles
 from llm_course.text.corpus import Corpus, split_documents
 
 P = 2**31 - 1  # a prime
-Sketch = Callable[[Sequence[int], np.ndarray, np.ndarray], np.ndarray]
+Sketch = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 # ----------------------------------------------------------------------------------------- sketches
 
