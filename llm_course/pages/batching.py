@@ -230,20 +230,24 @@ def plot_shares(steps: Sequence[Sequence[Sequence[int]]], places: int) -> None:
 # ------------------------------------------------------------------------------- batches, as tables
 
 
+COLUMNS = 16  # of a table; a longer row goes on in the next one
+
+
 def _named(tokenizer: BPETokenizer, token: int) -> str:
+    """A token without the space before it; a separator is a square, no target a dot."""
     if token == IGNORE_INDEX:
         return "·"
-    text = tokenizer.decode([token])
-    return text.replace("\n", "↵").replace("<|eos|>", "■").replace(" ", "\u2423")
+    text = tokenizer.decode([token]).replace("\n", "↵").replace("<|eos|>", "■")
+    return text.strip().removeprefix("<|im_").removesuffix("|>").removeprefix("<|") or "␣"
 
 
-def _cells(texts: Sequence[str], colors: Sequence[str], *, small: bool) -> str:
-    style = "padding:1px 5px;text-align:center;border:0;" + ("opacity:0.65;" if small else "")
+def _line(texts: Sequence[str], colors: Sequence[str]) -> str:
+    style = "padding:1px 5px;text-align:center;border:0"
     cells = (
-        f'<td style="{style}background:{color}">{html.escape(text)}</td>'
+        f'<td style="{style};background:{color}">{html.escape(text)}</td>'
         for text, color in zip(texts, colors, strict=True)
     )
-    return "".join(cells)
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def show_batch(batch: Batch, names: Sequence[str] | None = None, *, title: str = "") -> None:
@@ -252,20 +256,24 @@ def show_batch(batch: Batch, names: Sequence[str] | None = None, *, title: str =
     Without document ids the colour says which positions have a target.
     """
     tokenizer = story_tokenizer()
-    rows = []
+    parts = [title] if title else []
     plain = [title] if title else []
     for number, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
-        targets = labels != IGNORE_INDEX
-        groups = batch["document_ids"][number] if "document_ids" in batch else targets.long()
+        groups = (labels != IGNORE_INDEX).long()
+        if "document_ids" in batch:
+            groups = batch["document_ids"][number]
         colors = [f"rgba({COLORS[group % len(COLORS)]},0.35)" for group in groups.tolist()]
         above = [_named(tokenizer, token) for token in ids.tolist()]
         below = [_named(tokenizer, token) for token in labels.tolist()]
         name = names[number] if names else f"row {number}"
-        rows.append(f"<tr><td>{name}</td>{_cells(above, colors, small=False)}</tr>")
-        rows.append(f"<tr><td>label</td>{_cells(below, [''] * len(below), small=True)}</tr>")
+        parts.append(f"<div><b>{name}</b></div>")
+        for start in range(0, len(above), COLUMNS):
+            piece = slice(start, start + COLUMNS)
+            inputs = _line(above[piece], colors[piece])
+            answers = _line(below[piece], [""] * len(below[piece]))
+            parts.append(f'<table style="margin:0 0 4px 0">{inputs}{answers}</table>')
         plain.append(f"{name}: {' '.join(above)}\nlabel: {' '.join(below)}")
-    table = f'{title}<div style="overflow-x:auto"><table>{"".join(rows)}</table></div>'
-    display({"text/html": table, "text/plain": "\n".join(plain)}, raw=True)
+    display({"text/html": "".join(parts), "text/plain": "\n".join(plain)}, raw=True)
 
 
 def look_at_batch(
