@@ -149,12 +149,14 @@ def memory_of(config: Config) -> TrainingMemory:
 
 def show_change(key: str, value: str, where: str) -> None:
     """What setting one key of RUN does to the configuration, the parameters and the memory."""
-    before, after = outcome([], RUN), set_by(key, value, where, RUN)
+    before = outcome([], RUN)
+    after = set_by(key, value, where, RUN)
     assert isinstance(before, Config)
     if isinstance(after, str):
         print(f"refused: {after}")
         return
-    old, new = flat(before), flat(after)
+    old = flat(before)
+    new = flat(after)
     for name in old:
         if old[name] != new[name]:
             print(f"{name}: {old[name]} -> {new[name]}")

@@ -480,8 +480,8 @@ def row_by_row(
         if filled == sizes[sum(start <= steps for start in starts)] or (place == 0 and filled):
             steps += 1
             filled = 0
-            passed = epoch >= max_epochs if max_epochs is not None else seen * T >= max_tokens  # type: ignore[operator]
-            if passed:
+            done = epoch >= (math.inf if max_epochs is None else max_epochs)
+            if done or seen * T >= (math.inf if max_tokens is None else max_tokens):
                 return steps
         filled += 1
         seen += 1
@@ -517,7 +517,7 @@ QUESTIONS = {
     "A": "the file's section was there until somebody put another one in its place",
     "B": "the text arrives, and becomes something: what is bool of a text that is not empty?",
     "C": "which of two sources comes later, and who says so?",
-    "D": "half of a section has no effect: look where the file is read, and what stands in it twice",
+    "D": "half of a section has no effect: look where the file is read, and what's in it twice",
     "E": "who would have to ask for a name that nobody knows?",
 }
 

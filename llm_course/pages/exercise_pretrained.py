@@ -1170,7 +1170,7 @@ def check_mended(
             )
 
 
-# ---------------------------------------------------------------------------- 6, what rounding costs
+# ---------------------------------------------------------------------------- 6, rounding
 
 
 def rounding_model(seed: int = 0, **changes: Any) -> tuple[DecoderModel, Tensor]:

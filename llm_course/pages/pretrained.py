@@ -1,4 +1,4 @@
-"""Models of another library for the pages of chapter 11, mistakes to plant in them, and pictures."""
+"""Models of another library for the pages of chapter 11, mistakes to plant, and pictures."""
 
 import json
 import shutil
