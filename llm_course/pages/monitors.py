@@ -3,14 +3,16 @@
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_course.model.config import ModelConfig
@@ -135,15 +137,11 @@ def loss_first_seen(fault: str, factor: float = 1.05) -> int | None:
     return STEPS - worse[::-1].index(False) + 1 if False in worse else 1
 
 
-class NeverCopied(LayerMonitor):
-    """A planted mistake: it keeps the weights before an update without copying them."""
-
-    def _before_update(self, *arguments: Any) -> None:
-        super()._before_update(*arguments)
-        self._weights = {
-            layer: [parameter.detach() for parameter in parameters]
-            for layer, parameters in self._layers.items()
-        }
+@contextmanager
+def nothing_copied() -> Iterator[None]:
+    """A planted mistake: what should be a copy of a tensor is the tensor itself."""
+    with patch.object(Tensor, "clone", lambda tensor: tensor):
+        yield
 
 
 def stand_in(model: nn.Module, optimizer: Optimizer) -> Any:
