@@ -30,7 +30,7 @@ def make_engine(
     task: Any = RegressionTask, callbacks: Any = (), *, learning_rate: Any = 0.05, **training: Any
 ) -> Any:
     """An engine on the CPU: six steps, three an epoch, a validation every second step."""
-    defaults = dict(
+    defaults: dict[str, Any] = dict(
         device="cpu",
         precision="fp32",
         batch_size=150,
@@ -59,7 +59,7 @@ class Remember(Callback):
     """Notes the loss of each step."""
 
     def __init__(self) -> None:
-        self.losses = []
+        self.losses: list[float] = []
 
     def on_step_end(self, engine: Any, metrics: Any) -> None:
         self.losses.append(metrics["loss_sum"] / metrics["num_targets"])
@@ -70,7 +70,7 @@ class Keep(Callback):
 
     def __init__(self, every: Any) -> None:
         self.every = every
-        self.states = {}
+        self.states: dict[int, Any] = {}
 
     def on_step_end(self, engine: Any, metrics: Any) -> None:
         if engine.state.step % self.every == 0:
@@ -92,7 +92,7 @@ class HookRecorder(Callback):
     """Notes every hook that is called."""
 
     def __init__(self) -> None:
-        self.calls = []
+        self.calls: list[str] = []
 
 
 class PlantedLosses(Callback):
@@ -310,7 +310,7 @@ class Rates(Callback):
     """Notes the learning rate of each step."""
 
     def __init__(self) -> None:
-        self.rates = {}
+        self.rates: dict[int, float] = {}
 
     def on_step_end(self, engine: Any, metrics: Any) -> None:
         self.rates[engine.state.step] = metrics["learning_rate"]
@@ -339,7 +339,7 @@ class Bits(Callback):
 
 class Worst(Callback):
     def __init__(self) -> None:
-        self.losses = []
+        self.losses: list[float] = []
 
     def on_step_end(self, engine: Any, metrics: Any) -> None:
         if "loss" in metrics:
@@ -352,7 +352,7 @@ class Worst(Callback):
 def expect_order(names: Any) -> None:
     """Nothing is lost in a run of six steps with rows at 2, 3, 4 and 6."""
     with tempfile.TemporaryDirectory() as folder:
-        made = {
+        made: dict[str, Any] = {
             "Perplexity": Perplexity(),
             "Bits": Bits(),
             "EarlyStopping": EarlyStopping(patience=9),
@@ -417,7 +417,7 @@ def task1_rates(answers: Answers) -> None:
     """Learning rates, and an order of callbacks."""
     with case("Task 1, rates and order"):
         written(answers, "rates", "order")
-        plateau = dict(factor=0.5, patience=2)
+        plateau: dict[str, Any] = dict(factor=0.5, patience=2)
         straight, states = rates_of_d(
             LRSchedulerCallback(**plateau), values=(5.0, 4.0, 4.0, 6.0, 3.0, 3.0)
         )
@@ -703,10 +703,10 @@ class Bystander(Callback):
     """Notes weights, random numbers and mode after each step, when all others were called."""
 
     def __init__(self) -> None:
-        self.weights = []
-        self.rng = []
-        self.places = []
-        self.modes = []
+        self.weights: list[Any] = []
+        self.rng: list[Any] = []
+        self.places: list[Any] = []
+        self.modes: list[Any] = []
 
     def on_step_end(self, engine: Any, metrics: Any) -> None:
         self.weights.append(weights_now(engine))
@@ -772,7 +772,7 @@ def check_size(answers: Answers, alone: Any) -> None:
 def check_lookahead(answers: Answers, alone: Any) -> None:
     """Lookahead picks random rows, and leaves no trace."""
     with case("Task 3, Lookahead"):
-        picked = {}
+        picked: dict[Any, list[int]] = {}
         for task in (Noisy, RegressionTask):
             watcher = answers["Lookahead"]()
             seen, engine = (
@@ -1046,7 +1046,7 @@ class Measured(Callback):
 
     def __init__(self, values: Any) -> None:
         self.values = values
-        self.models = {}
+        self.models: dict[Any, Any] = {}
 
     def on_validation_end(self, engine: Any, metrics: Any) -> None:
         metrics["val_loss"] = self.values[engine.state.step]
@@ -1082,7 +1082,7 @@ def played_best(answers: Answers, values: Any, *, stop: Any = None, **arguments:
     """(callback, models by step, engine) of a run played by hand: each step adds 1 to all that is
     in the model.
     """
-    model = Normed.build_model(None, None)
+    model = Normed(Config()).build_model(None)
     models = {}
     callback = answers["BestWeights"](**arguments)
     engine = SimpleNamespace(model=model, state=SimpleNamespace(step=0), metrics={})
@@ -1199,12 +1199,14 @@ def task4_best(answers: Answers, more: bool = False) -> None:
         expect_best(best, plain, engine, 4, values)
     with case("Task 4, NaN"):
         for values in ([math.nan, 2.0, math.nan, 3.0, math.nan], [math.nan] * 3):
-            expect_best(*played_best(answers, values), 2 if len(values) == 5 else None, values)
+            right = 2 if len(values) == 5 else None
+            callback, models, engine = played_best(answers, values)
+            expect_best(callback, models, engine, right, values)
     with case("Task 4, mode max"):
         values = [0.5, 0.75, 0.25, 0.75, 0.1]
-        expect_best(
-            *played_best(answers, values, metric="val_accuracy", mode="max"), 2, values, mode="max"
-        )
+        largest = {"metric": "val_accuracy", "mode": "max"}
+        callback, models, engine = played_best(answers, values, **largest)
+        expect_best(callback, models, engine, 2, values, mode="max")
     check_best_resumed(answers, states, plain)
     if more:
         for values, mode, stop in itertools.product(SERIES, ("min", "max"), (None, 2)):
@@ -1254,8 +1256,11 @@ def check_best(answers: Answers, values: list[float], mode: str, stop: int | Non
     ):
         finite = [value for value in values if not math.isnan(value)]
         right = values.index((min if mode == "min" else max)(finite)) + 1 if finite else None
+        callback, models, engine = played_best(answers, values, mode=mode, stop=stop)
         expect_best(
-            *played_best(answers, values, mode=mode, stop=stop),
+            callback,
+            models,
+            engine,
             right,
             values,
             mode=mode,

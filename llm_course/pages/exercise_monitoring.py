@@ -996,9 +996,9 @@ def tick(calls: Any) -> Any:
     """Microsecond by microsecond: who covers it, and who is innermost? And what comes out by common
     mistakes.
     """
-    own = defaultdict(int)
-    total = defaultdict(int)
-    mixed = defaultdict(int)
+    own: dict[Any, int] = defaultdict(int)
+    total: dict[Any, int] = defaultdict(int)
+    mixed: dict[Any, int] = defaultdict(int)
     everybody = range(min((c[2] for c in calls), default=0), max((c[3] for c in calls), default=0))
     for thread in {c[1] for c in calls}:
         for moment in everybody:
@@ -1013,8 +1013,8 @@ def tick(calls: Any) -> Any:
         covering = sorted((-c[2], c[3], c[0]) for c in calls if c[2] <= moment < c[3])
         if covering:
             mixed[covering[0][2]] += 1
-    lengths = defaultdict(int)
-    inside = defaultdict(int)
+    lengths: dict[Any, int] = defaultdict(int)
+    inside: dict[Any, int] = defaultdict(int)
     for name, thread, start, end in calls:
         lengths[name] += end - start
         inside[name] += sum(
@@ -1122,7 +1122,7 @@ CALLS = {
 def random_calls(seed: Any) -> Any:
     """Calls cut out of calls."""
     r = random.Random(seed)
-    calls: list[int] = []
+    calls: list[Any] = []
 
     def cut(thread: Any, start: Any, end: Any, depth: Any) -> None:
         while start < end and depth:
@@ -1458,7 +1458,7 @@ def layer_slips(before: Any, after: Any) -> dict[str, dict[float, str]]:
 def check_layers(answers: Answers, layers: int, moves: Mapping[str, float]) -> None:
     """A step that adds noise of a given size to the parameters of some layers."""
     model = Layered(layers)
-    calls = []
+    calls: list[int] = []
 
     def step() -> None:
         calls.append(1)
@@ -1466,7 +1466,7 @@ def check_layers(answers: Answers, layers: int, moves: Mapping[str, float]) -> N
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 size = moves.get(named_layer(name), 0.0)
-                parameter += size * torch.randn(parameter.shape)
+                parameter.add_(size * torch.randn(parameter.shape))
 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with case(f"Task 7, {layers} layers, of which {', '.join(moves) or 'none'} move"):
@@ -1502,10 +1502,10 @@ def task7_ratio(answers: Answers, more: bool = False) -> None:
         check_layers(answers, 1, {})
 
 
-def played_rows(layers: int, steps: int = 4, **changed: Callable[[int], float]) -> list[Any]:
+def played_rows(layers: int, changed: Mapping[str, Callable[[int], float]]) -> list[Any]:
     """The rows of a monitor: ratios near 0.01 and activations near 1, but for what is changed."""
     rows: list[dict[str, float]] = []
-    for step in range(1, steps + 1):
+    for step in range(1, 5):
         row = {"loss": 5 - 0.1 * step}
         for i in range(layers):
             ratio = changed.get(f"ratio{i}", changed.get("ratio", lambda step: 0.01))
@@ -1529,7 +1529,7 @@ def check_verdict(answers: Answers, what: str, right: Any, rows: Any, healthy: A
 def task7_diagnose(answers: Answers, more: bool = False) -> None:
     """The fault of some runs."""
     written(answers, "diagnose")
-    healthy = played_rows(3)
+    healthy = played_rows(3, {})
     runs: list[tuple[str, Any, dict[str, Callable[[int], float]]]] = [
         ("nothing is wrong", ("healthy", None), {}),
         ("a layer never moves", ("frozen", "layers.1"), {"ratio1": lambda step: 0.0}),
@@ -1565,4 +1565,4 @@ def task7_diagnose(answers: Answers, more: bool = False) -> None:
             ),
         ]
     for what, right, changed in runs:
-        check_verdict(answers, what, right, played_rows(3, **changed), healthy)
+        check_verdict(answers, what, right, played_rows(3, changed), healthy)
