@@ -97,7 +97,9 @@ def check_run(first: dict[str, Any], name: str, make_run: Answer) -> tuple[bool,
     straight.setup()
     fresh = copy.deepcopy(straight.state_dict())
     straight.run()
-    right, saved, ended = notes.rows, notes.state, copy.deepcopy(straight.state_dict())
+    right = notes.rows
+    saved = notes.state
+    ended = copy.deepcopy(straight.state_dict())
     in_place = torch.equal(notes.living["model"]["0.weight"], ended["model"]["0.weight"])
     for part, reason in ORDER.items():
         place = {part: fresh.get(part)}
@@ -178,7 +180,8 @@ def there_and_back(answers: Answers, tree: Any, what: str) -> tuple[Any, dict[st
 def check_same_tree(answers: Answers, tree: Any, what: str) -> None:
     """A tree must come back as it was, with the types of its containers and keys."""
     joined, _ = there_and_back(answers, tree, what)
-    found, right = as_lists(joined), as_lists(tree)
+    found = as_lists(joined)
+    right = as_lists(tree)
     assert found == right, f"Task 2, {what}: {str(tree)[:120]} came back as {str(joined)[:120]}"
 
 
@@ -232,11 +235,13 @@ def check_refused(answers: Answers) -> None:
                 result = split(tree)
             except TypeError as error:
                 assert path in str(error), (
-                    f"{tree} is refused, but the message {str(error)!r} does not name the path {path}"
+                    f"{tree} is refused, but the message {str(error)!r} does not name the path"
+                    f" {path}"
                 )
                 continue
             raise AssertionError(
-                f"{tree} was taken, and split returned {result!r}: refuse with a TypeError what cannot"
+                f"{tree} was taken, and split returned {result!r}: refuse with a TypeError what"
+                " cannot"
                 " come back"
             )
 
@@ -247,7 +252,8 @@ def task2_ties(answers: Answers) -> None:
     with case("Task 2, ties"):
         counts = [len(split({"w": one})[1]) for one in [torch.ones(2)] * 2]
         assert counts == [1, 1], (
-            f"split is called twice with one tensor and stores {counts} tensors, expected [1, 1]: is"
+            f"split is called twice with one tensor and stores {counts} tensors, expected [1, 1]:"
+            " is"
             " `seen` shared by all calls?"
         )
         weight = torch.arange(4.0).view(2, 2)
@@ -268,20 +274,23 @@ def task2_ties(answers: Answers) -> None:
             )
         count = len(stored)
         assert joined["head"] is joined["embed"], (
-            "embed and head were one tensor and came back as two: a training step would pull them apart"
+            "embed and head were one tensor and came back as two: a training step would pull them"
+            " apart"
         )
         assert joined["list"][0] is joined["embed"], (
             "a tie between a dictionary and a list inside of it was lost: hand `seen` on"
         )
         assert joined["same"] is not joined["embed"], (
-            "two tensors with equal numbers came back as one: ask for the memory, not for the numbers"
+            "two tensors with equal numbers came back as one: ask for the memory, not for the"
+            " numbers"
         )
         joined["embed"][0, 0] = 99.0
         assert joined["same"][0, 0] == 0, (
             "a change of embed changes a tensor that was not tied to it"
         )
         assert count == 5, (
-            f"{count} tensors were stored, expected 5: embed with its ties once, norm, same, turned,"
+            f"{count} tensors were stored, expected 5: embed with its ties once, norm, same,"
+            " turned,"
             " row"
         )
         check_model_ties(answers)
@@ -346,7 +355,8 @@ class DiskRecorder:
         if self.fail_at == "fsync":
             raise self.error
         if self.between:
-            between, self.between = self.between, None
+            between = self.between
+            self.between = None
             between()
 
     def mover(self, name: str) -> Callable[..., Any]:
@@ -486,14 +496,12 @@ def check_errors(write_atomic: Answer, folder: Path) -> None:
                 f"another error came out: {raised!r}"
             )
             assert target.read_bytes() == b"second" * 30, "the old content is gone"
-            left, others = (
-                {entry.name for entry in folder.iterdir()},
-                {
-                    "state.json",
-                    "state.json.tmp",
-                    "state.tmp",
-                },
-            )
+            left = {entry.name for entry in folder.iterdir()}
+            others = {
+                "state.json",
+                "state.json.tmp",
+                "state.tmp",
+            }
             assert left >= others, (
                 f"{min(others - left)} was somebody else's, and it is gone: remove nothing but your"
                 " own file"
@@ -684,10 +692,8 @@ def check_damage(answers: Answers) -> None:
         ):
             newest = max(manager.folder.iterdir())
             damage(newest)
-            whole, why = (
-                manager.is_whole(newest),
-                "compare what is there with the hash in the manifest",
-            )
+            whole = manager.is_whole(newest)
+            why = "compare what is there with the hash in the manifest"
             why = (
                 "best() reads the loss, so a manifest without it makes no sense"
                 if "loss" in what
@@ -749,7 +755,8 @@ def check_foreign(answers: Answers) -> None:
             manager.save({"step": step}, step=step, loss=1.0)
         lost = [path.name for path in foreign if not path.exists()]
         assert not lost, (
-            f"save has removed {lost[0]}, which is not its own: look at the name, and at what is in the"
+            f"save has removed {lost[0]}, which is not its own: look at the name, and at what is"
+            " in the"
             " folder"
         )
         for name in ("step_list.txt", "step_00000009"):
@@ -764,7 +771,8 @@ def check_foreign(answers: Answers) -> None:
         for step in (4, 5):
             manager.save({"step": step}, step=step, loss=0.5)
         assert (manager.folder / "step_00000003" / "my_plot.png").exists(), (
-            "step 3 is old and whole, but a plot lay beside its two files, and save has removed it with"
+            "step 3 is old and whole, but a plot lay beside its two files, and save has removed it"
+            " with"
             " them: remove a folder only where nothing else is in it"
         )
 
@@ -799,7 +807,8 @@ def check_keep(
         assert given_list == checkpoints, (
             "the list that was given has changed: do not sort or empty it in place"
         )
-        missing, extra = sorted(expected - found), sorted(found - expected)
+        missing = sorted(expected - found)
+        extra = sorted(found - expected)
         assert not missing, f"step {missing[0]} would be lost: {what}"
         assert not extra, f"step {extra[0]} stays and should go: {what}"
 
@@ -877,7 +886,8 @@ def check_milestones(to_keep: Answer) -> None:
         to_keep,
         [(10, 5.0, True), (20, 4.0, True), (30, 3.0, True), (40, 1.0, True)],
         {30, 40},
-        "the best is the newest here: look for it among all, and do not keep another one in its place",
+        "the best is the newest here: look for it among all, and do not keep another one in its"
+        " place",
     )
     check_keep(
         to_keep,
@@ -982,9 +992,11 @@ def error_of(function: Answer, *arguments: Any) -> Exception | None:
 def check_one_save(answers: Answers) -> None:
     """The copy is made before the call returns, and written in a thread."""
     with case("Task 6, one save"), slow_disk() as disk:
-        saver, state = answers["BackgroundSaver"](disk), a_state()
+        saver = answers["BackgroundSaver"](disk)
+        state = a_state()
         saver.wait()
-        caller, CopiedWhere.thread = threading.current_thread(), None
+        caller = threading.current_thread()
+        CopiedWhere.thread = None
         saver({**state, "where": CopiedWhere()}, 1)
         assert disk.states == {} and not disk.timed_out, (
             "the call returned only after the save was done: the training has waited for the disk"
@@ -1000,7 +1012,8 @@ def check_one_save(answers: Answers) -> None:
             " would be lost"
         )
         assert CopiedWhere.thread in (None, caller), (
-            "the copy is made in the thread, while training may already change the state: copy before"
+            "the copy is made in the thread, while training may already change the state: copy"
+            " before"
             " the thread starts"
         )
         written = disk.states[1]
@@ -1009,7 +1022,8 @@ def check_one_save(answers: Answers) -> None:
             " step, expected zeros: copy the tensors, at all depths"
         )
         assert written["optimizer"]["moments"][0].tolist() == [0, 0], (
-            "the moments that were written are those of a later step: a copy must reach into lists and"
+            "the moments that were written are those of a later step: a copy must reach into lists"
+            " and"
             " dictionaries"
         )
         assert disk.threads[0] is not caller, "save ran in the thread of the caller"
@@ -1039,7 +1053,8 @@ def check_several_saves(answers: Answers) -> None:
         second.join(0.04)
         assert disk.most == 1, "a second save began while the first one was running: wait for it"
         assert second.is_alive(), (
-            "a second call returned while the first save was still running: it must wait, or the order"
+            "a second call returned while the first save was still running: it must wait, or the"
+            " order"
             " is lost"
         )
         assert CopiedWhere.thread is None, (
@@ -1079,14 +1094,17 @@ def check_saver_errors(answers: Answers) -> None:
         error = error_of(saver.wait)
         assert error is None, f"wait() raised {error!r}, though the last save went well"
         assert sorted(disk.states) == [1, 3], (
-            f"the steps {sorted(disk.states)} reached the disk, expected 1 and 3: the call that raises"
+            f"the steps {sorted(disk.states)} reached the disk, expected 1 and 3: the call that"
+            " raises"
             " saves nothing"
         )
         saver(a_state(), 4)
         error = error_of(saver.wait)
         assert isinstance(error, TypeError), (
-            "the last save failed with a TypeError, as for a state that cannot be stored, and wait()"
-            f" raised {error!r}: either wait() raises nothing, or the thread catches the errors of the"
+            "the last save failed with a TypeError, as for a state that cannot be stored, and"
+            " wait()"
+            f" raised {error!r}: either wait() raises nothing, or the thread catches the errors of"
+            " the"
             " disk only"
         )
         assert error_of(saver.wait) is None, "wait() raises the same error twice"

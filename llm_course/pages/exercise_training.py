@@ -131,7 +131,8 @@ class RowCounter(Callback):
 def compose_and_run(answers: Answers, config: Config) -> tuple[TrainingEngine, int]:
     """The student's engine after its run, and the step at which it began."""
     (compose,) = written(answers, "compose")
-    task, counter = RegressionTask(config), RowCounter()
+    task = RegressionTask(config)
+    counter = RowCounter()
     engine = compose(config, task, counter)
     assert isinstance(engine, TrainingEngine), (
         f"compose must return the engine, not {type(engine).__name__}"
@@ -143,7 +144,8 @@ def compose_and_run(answers: Answers, config: Config) -> tuple[TrainingEngine, i
         "the counter that was given is not in the engine's list"
     )
     assert getattr(engine.data, "batch_size", None) == config.training.batch_size, (
-        f"the data has batches of {getattr(engine.data, 'batch_size', None)} rows, and the configuration says"
+        f"the data has batches of {getattr(engine.data, 'batch_size', None)} rows, and the"
+        " configuration says"
         f" {config.training.batch_size}: let the task that was given build the data"
     )
     began = engine.state.step
@@ -182,10 +184,12 @@ def check_new_run(answers: Answers) -> tuple[Path, TrainingEngine, list[dict[str
             " expected 4 and 8: one MetricsLogger, with the log_interval of the configuration"
         )
         assert all("rows" in row for row in rows), (
-            "the row of step 4 has no 'rows': the counter must stand before the logger, and in the list"
+            "the row of step 4 has no 'rows': the counter must stand before the logger, and in the"
+            " list"
         )
         assert saved_steps(folder) == [6, 8], (
-            f"with save_interval 6 there are checkpoints of the steps {saved_steps(folder)}, expected 6"
+            f"with save_interval 6 there are checkpoints of the steps {saved_steps(folder)},"
+            " expected 6"
             " and 8"
         )
     return folder, whole, rows
@@ -203,12 +207,14 @@ def check_resume(
             " setup the state of the newest checkpoint"
         )
         assert is_same_state(again.model.state_dict(), whole.model.state_dict()), (
-            "the weights after step 8 are not those of the whole run: does setup get the whole state?"
+            "the weights after step 8 are not those of the whole run: does setup get the whole"
+            " state?"
         )
         for before, after in zip(rows, logged(folder), strict=True):
             wrong = [name for name in before if before[name] != after.get(name)]
             assert not wrong, (
-                f"the row of step {before['step']} has another {', '.join(wrong)} after the resume: is"
+                f"the row of step {before['step']} has another {', '.join(wrong)} after the"
+                " resume: is"
                 " something added to the sums or the counter after the Checkpointer has saved them?"
             )
 
@@ -221,7 +227,8 @@ def check_cut(answers: Answers, folder: Path) -> None:
             began = compose_and_run(answers, line_config(folder))[1]
         except ValueError as error:
             assert " is incomplete" not in str(error), (
-                "the checkpoint of step 8 is cut and that of step 6 is whole, and your code loads the"
+                "the checkpoint of step 8 is cut and that of step 6 is whole, and your code loads"
+                " the"
                 " former: the manager's latest passes over the broken"
             )
             raise
@@ -254,7 +261,8 @@ def check_early_stopping(answers: Answers) -> None:
             wanted = engine.state.step
             assert wanted == 1 + patience, (
                 f"with patience {patience} a run that never gets better ends after step {wanted},"
-                f" expected {1 + patience}: the first validation and {patience} more. Is EarlyStopping"
+                f" expected {1 + patience}: the first validation and {patience} more. Is"
+                " EarlyStopping"
                 " in the list, with the patience of the configuration?"
             )
         folder = new_folder()
@@ -262,7 +270,8 @@ def check_early_stopping(answers: Answers) -> None:
         engine, _ = compose_and_run(answers, stuck(folder, 8, save=2, patience=3))
         assert engine.state.step == wanted, (
             f"stopped after step 2 and gone on with, the run ends after step {engine.state.step},"
-            f" without a stop after {wanted}: is EarlyStopping's count restored, by setup and with the"
+            f" without a stop after {wanted}: is EarlyStopping's count restored, by setup and with"
+            " the"
             " whole state?"
         )
 
@@ -274,7 +283,8 @@ def check_log_and_keep(answers: Answers) -> None:
         compose_and_run(answers, line_config(folder, 4, log=3, save=100))
         steps = [row["step"] for row in logged(folder)]
         assert 3 in steps, (
-            f"with log_interval 3 the log of 4 steps has rows for {steps}: take the log_interval of the"
+            f"with log_interval 3 the log of 4 steps has rows for {steps}: take the log_interval"
+            " of the"
             " configuration"
         )
     with silent_case("Task 1, which checkpoints stay"):
@@ -285,13 +295,15 @@ def check_log_and_keep(answers: Answers) -> None:
         )
         assert saved_steps(folder) == [1, 3], (
             "with keep_last 1 and the highest val_loss as the best, the checkpoints of"
-            f" {saved_steps(folder)} are left, expected 1 and 3: give the manager all three settings"
+            f" {saved_steps(folder)} are left, expected 1 and 3: give the manager all three"
+            " settings"
         )
         _, began = compose_and_run(
             answers, line_config(folder, 4, every=1, save=1, batch_size=256, checkpoint=keeps)
         )
         assert began == 3, (
-            "the best checkpoint is that of step 1 and the newest of step 3, and the engine begins at"
+            "the best checkpoint is that of step 1 and the newest of step 3, and the engine begins"
+            " at"
             f" step {began}"
         )
 
@@ -369,7 +381,8 @@ def digit_data(answers: Answers, seed: int = 0) -> tuple[Any, list[Any], list[An
             "digits",
             "largest",
         }, f"a batch of {name} must be a dictionary with digits and largest"
-        digits, largest = batch["digits"], batch["largest"]
+        digits = batch["digits"]
+        largest = batch["largest"]
         assert digits.shape == (count, 4) and largest.shape == (count,), (
             f"all of {name} at once have the shapes {tuple(digits.shape)} and"
             f" {tuple(largest.shape)}, expected ({count}, 4) and ({count},)"
@@ -396,7 +409,8 @@ def check_digits(answers: Answers) -> None:
             data, train_rows, val_rows = digit_data(answers, seed)
             both = set(train_rows) & set(val_rows)
             assert not both, (
-                f"{len(both)} rows are in train_dataset and in val_dataset, such as {min(both)}: what"
+                f"{len(both)} rows are in train_dataset and in val_dataset, such as {min(both)}:"
+                " what"
                 " is measured must be unseen"
             )
             assert len(set(train_rows)) == 900 and len(set(val_rows)) == 100, (
@@ -420,7 +434,8 @@ def check_digits(answers: Answers) -> None:
             firsts = sorted({row[0] for row in train_rows})
             assert len(used) == 10 and len(firsts) == 10, (
                 f"the first digit of a training row is always one of {firsts}, but all ten are"
-                " possible: can each row from 0000 to 9999 be drawn, and are the rows shuffled before"
+                " possible: can each row from 0000 to 9999 be drawn, and are the rows shuffled"
+                " before"
                 " they are split?"
             )
 
@@ -447,7 +462,8 @@ def check_fingerprint(answers: Answers) -> None:
             except ValueError:
                 continue
             raise AssertionError(
-                f"a run could be gone on with with another {what}: fingerprint() says {prints[0]} and"
+                f"a run could be gone on with with another {what}: fingerprint() says {prints[0]}"
+                " and"
                 f" then {other}"
             )
         json.dumps(prints)
@@ -489,7 +505,8 @@ def digit_engine(
 def check_step(digits_task: Any, data: Any, model: Any, count: int) -> None:
     """One training step on `count` rows: the sum, and the number of targets."""
     batch = data.train_dataset.__getitems__(list(range(count)))
-    output, logits = digits_task.train_step(model, batch), model(batch["digits"])
+    output = digits_task.train_step(model, batch)
+    logits = model(batch["digits"])
     assert isinstance(output, StepOutput), (
         f"train_step must return a StepOutput, not {type(output).__name__}"
     )
@@ -497,10 +514,8 @@ def check_step(digits_task: Any, data: Any, model: Any, count: int) -> None:
         f"for {count} rows the model returns the shape {tuple(logits.shape)}, expected"
         f" ({count}, 10)"
     )
-    loss, right = (
-        float(output.loss_sum),
-        F.cross_entropy(logits, batch["largest"], reduction="sum").item(),
-    )
+    loss = float(output.loss_sum)
+    right = F.cross_entropy(logits, batch["largest"], reduction="sum").item()
     assert abs(loss - right / count) > 1e-4, (
         f"loss_sum of {count} rows is {loss:.3f}, their mean: the engine wants the sum"
     )
@@ -525,7 +540,8 @@ def check_loss(answers: Answers) -> tuple[Any, Any]:
         digits_task = digit_task(answers, digit_config(seed=7, batch_size=40))
         data = digits_task.build_data()
         assert (data.batch_size, data.seed) == (40, 7), (
-            f"build_data gave batch_size {data.batch_size} and seed {data.seed}; the configuration says"
+            f"build_data gave batch_size {data.batch_size} and seed {data.seed}; the configuration"
+            " says"
             " 40 and 7"
         )
         data.setup()
@@ -541,7 +557,8 @@ def check_perplexity(digits_task: Any, data: Any) -> None:
     with silent_case("Task 2, perplexity"):
         given_metrics = digits_task.metrics(1.25, data)
         assert isinstance(given_metrics, dict) and "perplexity" in given_metrics, (
-            f"metrics returns {given_metrics!r}, expected a dictionary with perplexity; the engine puts"
+            f"metrics returns {given_metrics!r}, expected a dictionary with perplexity; the engine"
+            " puts"
             " val_ in front"
         )
         found = float(given_metrics["perplexity"])
@@ -560,7 +577,8 @@ def check_accuracy(answers: Answers) -> None:
             logits = engine.model.eval()(batch["digits"])
         accuracy = (logits.argmax(1) == batch["largest"]).float().mean().item()
         assert accuracy >= 0.85, (
-            f"{accuracy:.0%} of the validation rows are right after 60 steps, expected 85 %: does the"
+            f"{accuracy:.0%} of the validation rows are right after 60 steps, expected 85 %: does"
+            " the"
             " model see all four digits, and each by an embedding or one-hot, not as a number? A"
             " hidden layer helps, too"
         )
@@ -568,7 +586,8 @@ def check_accuracy(answers: Answers) -> None:
             abs(engine.metrics["val_loss"] - F.cross_entropy(logits, batch["largest"]).item())
             < 1e-3
         ), (
-            "val_loss is not the mean over the validation rows: validation_step does what train_step"
+            "val_loss is not the mean over the validation rows: validation_step does what"
+            " train_step"
             " does, so leave it alone"
         )
 
@@ -576,10 +595,12 @@ def check_accuracy(answers: Answers) -> None:
 def check_digits_resume(answers: Answers) -> None:
     """A run that was stopped in epoch 1 goes on exactly, and not on other data."""
     with silent_case("Task 2, stopped in epoch 1 and gone on with"):
-        whole, first = digit_engine(answers, 12, seed=3), digit_engine(answers, 12, seed=3, stop=11)
+        whole = digit_engine(answers, 12, seed=3)
+        first = digit_engine(answers, 12, seed=3, stop=11)
         again = digit_engine(answers, 12, first.state_dict(), seed=3)
         assert is_same_state(again.model.state_dict(), whole.model.state_dict()), (
-            "the weights are not those of the whole run: do the batches depend on more than seed, epoch"
+            "the weights are not those of the whole run: do the batches depend on more than seed,"
+            " epoch"
             " and position?"
         )
         try:
@@ -774,10 +795,12 @@ def task3_endings(answers: Answers) -> None:
             )
             status, step = real_ending(number)
             assert pair[0] != 0, (
-                f"{name}: status 0 means that the run is finished, and a queue would not start it again"
+                f"{name}: status 0 means that the run is finished, and a queue would not start it"
+                " again"
             )
             assert pair[0] == status, (
-                f"{name}: the status is not {pair[0]!r}. A shell shows 128 and the signal's number for"
+                f"{name}: the status is not {pair[0]!r}. A shell shows 128 and the signal's number"
+                " for"
                 " what a signal has ended, and the command does the same for what it has caught"
             )
             if number == 15:
@@ -894,7 +917,8 @@ def loss_by_hand(
     data = RegressionTask(known_configs[str(Path(data_of or run, "config.yaml"))]).build_data()
     data.setup()
     rows: Any = data.val_dataset
-    x, y = rows.x[first:end], rows.y[first:end]
+    x = rows.x[first:end]
+    y = rows.y[first:end]
     weights = load_checkpoint(Path(run, "checkpoints", f"step_{step:08d}"))["model"]
     with torch.no_grad():
         return F.mse_loss(F.linear(x, weights["weight"], weights["bias"])[:, 0], y).item()
@@ -949,11 +973,9 @@ def check_measured(answers: Answers, runs: Runs) -> None:
             rows = compared(answers, [runs.slow, runs.fast])
         Path(runs.slow, ".lock").unlink(missing_ok=True)
         for row in rows:
-            name, right, logged_loss = (
-                Path(row["run"]).name,
-                loss_by_hand(row["run"], 3),
-                loss_by_hand(row["run"], 2),
-            )
+            name = Path(row["run"]).name
+            right = loss_by_hand(row["run"], 3)
+            logged_loss = loss_by_hand(row["run"], 2)
             assert row["step"] == 3, (
                 f"the newest checkpoint of {name} is that of step 3, and step is {row['step']!r}"
             )
@@ -965,7 +987,8 @@ def check_measured(answers: Answers, runs: Runs) -> None:
                 f"the val_loss of {name} is the sum over all rows: divide by the number of targets"
             )
             assert abs(row["val_loss"] - right) < 1e-5, (
-                f"the val_loss of {name} is {row['val_loss']:.4f}, expected {right:.4f}: all validation"
+                f"the val_loss of {name} is {row['val_loss']:.4f}, expected {right:.4f}: all"
+                " validation"
                 " rows, with the weights of step 3"
             )
         assert [row["run"] for row in rows] == [
@@ -988,7 +1011,8 @@ def check_other_data(answers: Answers, runs: Runs) -> None:
             (
                 sum(parts) / 3,
                 (
-                    "the mean of the three batches' means: divide the sum over all rows by the number"
+                    "the mean of the three batches' means: divide the sum over all rows by the"
+                    " number"
                     " of rows"
                 ),
             ),
@@ -999,7 +1023,8 @@ def check_other_data(answers: Answers, runs: Runs) -> None:
         ):
             assert abs(row["val_loss"] - number) > 1e-5, f"val_loss is {row['val_loss']:.4f}, {why}"
         assert abs(row["val_loss"] - right) < 1e-5, (
-            f"val_loss is {row['val_loss']:.4f}, expected {right:.4f}: do task and data come from the"
+            f"val_loss is {row['val_loss']:.4f}, expected {right:.4f}: do task and data come from"
+            " the"
             " run's own configuration?"
         )
 
@@ -1040,7 +1065,8 @@ def check_best_one(answers: Answers, runs: Runs) -> None:
             " manager, with the run's best_metric"
         )
         assert math.isclose(row["val_loss"], loss_by_hand(runs.wild, 2), rel_tol=1e-5), (
-            f"the best checkpoint of wild has the loss {loss_by_hand(runs.wild, 2):.4f}, and val_loss is"
+            f"the best checkpoint of wild has the loss {loss_by_hand(runs.wild, 2):.4f}, and"
+            " val_loss is"
             f" {row['val_loss']:.4f}: are these the weights of step 2?"
         )
 
@@ -1091,7 +1117,8 @@ def check_refusals(answers: Answers, runs: Runs) -> None:
             what = "trains another task" if name == "poems" else "has no config.yaml"
             assert told is not None, f"the folder {name} {what}, and no ValueError was raised"
             assert all(word in told for word in words), (
-                f"the folder {name} {what}: the message must name {' and '.join(words)}, but it says"
+                f"the folder {name} {what}: the message must name {' and '.join(words)}, but it"
+                " says"
                 f" {told!r}"
             )
         assert not (runs.folder / "nowhere").exists(), (
@@ -1126,7 +1153,8 @@ def check_command(answers: Answers, runs: Runs) -> None:
         )
         firsts = [Path(line.split()[0]).name for line in out.splitlines() if line.split()]
         assert firsts == ["fast", "slow"], (
-            f"the lines begin with {', '.join(firsts) or 'nothing'}, expected the folders of fast and"
+            f"the lines begin with {', '.join(firsts) or 'nothing'}, expected the folders of fast"
+            " and"
             " then slow, and no other line"
         )
 
@@ -1152,13 +1180,16 @@ def check_options(answers: Answers, runs: Runs) -> None:
             status, out, err = say(answers, runs.slow, runs.bare)
             firsts = [Path(line.split()[0]).name for line in out.splitlines() if line.split()]
             assert status == 0 and firsts == ["slow", "bare"], (
-                f"slow and bare, which has no checkpoint, need a line each, but the status is {status},"
+                "slow and bare, which has no checkpoint, need a line each, but the status is"
+                f" {status},"
                 f" and the lines begin with {', '.join(firsts) or 'nothing'}"
             )
         status, out, err = say(answers, runs.slow, str(runs.folder / "nowhere"))
         assert (status, out) == (2, "") and "nowhere" in err, (
-            "a folder that is no run must end with status 2 and a message on stderr, but the status is"
-            f" {status}, on stdout is {out.strip()[-100:]!r} and on stderr {err.strip()[-100:]!r}: let"
+            "a folder that is no run must end with status 2 and a message on stderr, but the"
+            " status is"
+            f" {status}, on stdout is {out.strip()[-100:]!r} and on stderr {err.strip()[-100:]!r}:"
+            " let"
             " the ValueError go up to main"
         )
 
@@ -1170,7 +1201,8 @@ def check_odd_run(answers: Answers) -> None:
         with silent_case("the settings of a run"):
             [row] = compared(answers, [runs.odd], "best")
             assert row["step"] == 2, (
-                "odd is configured with best_mode max, so its best checkpoint is that of step 2, and"
+                "odd is configured with best_mode max, so its best checkpoint is that of step 2,"
+                " and"
                 f" step is {row['step']}"
             )
             assert len(row) == 3, (
@@ -1179,7 +1211,8 @@ def check_odd_run(answers: Answers) -> None:
             same_twice = compared(answers, [runs.fast, runs.odd])
             keys = sorted(same_twice[0].keys() - {"run", "step", "val_loss"})
             assert keys == ["checkpoint.best_mode", "training.eval_interval"], (
-                "fast and odd differ in checkpoint.best_mode and training.eval_interval, and the rows"
+                "fast and odd differ in checkpoint.best_mode and training.eval_interval, and the"
+                " rows"
                 f" have {', '.join(keys)}"
             )
             # one setting differs in the middle only, one in the last
@@ -1188,7 +1221,8 @@ def check_odd_run(answers: Answers) -> None:
                 {"checkpoint.best_mode", "optimization.learning_rate"} <= row.keys()
                 for row in three
             ), (
-                "where one of three runs differs, the key must be in all rows: compare all, not only"
+                "where one of three runs differs, the key must be in all rows: compare all, not"
+                " only"
                 " two of them"
             )
 
@@ -1298,7 +1332,8 @@ def trained_by_hand(
             with torch.no_grad():
                 for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                     parameter.sub_(rate * factor * gradient)
-            sums, done = [*sums, (loss.item(), targets)], done + 1
+            sums = [*sums, (loss.item(), targets)]
+            done = done + 1
         losses.append(sum(loss for loss, _ in sums) / sum(targets for _, targets in sums))
     return model, losses
 
@@ -1306,7 +1341,8 @@ def trained_by_hand(
 def check_losses(found: Sequence[Any], losses: Sequence[float], what: str) -> None:
     """The loss of each epoch."""
     for epoch, (one, other) in enumerate(zip(found, losses, strict=True)):
-        off, since_start = abs(float(one) - other), sum(losses[: epoch + 1]) / (epoch + 1)
+        off = abs(float(one) - other)
+        since_start = sum(losses[: epoch + 1]) / (epoch + 1)
         assert off < 1e-3 or abs(float(one) - since_start) > 1e-3, (
             f"the loss of epoch {epoch} is {float(one):.3f}, the mean since the first epoch,"
             f" expected {other:.3f}, that of this epoch alone: set the sums back"
@@ -1397,7 +1433,8 @@ def check_one_update(answers: Answers) -> None:
     check_training(
         answers,
         make_sentences(12, 1),
-        "one update by sentences of unequal length: is padding left out of the number that divides the"
+        "one update by sentences of unequal length: is padding left out of the number that divides"
+        " the"
         " gradient, too?",
         size=12,
         window=1,
@@ -1405,7 +1442,8 @@ def check_one_update(answers: Answers) -> None:
     check_training(
         answers,
         EQUAL,
-        "one update by three micro-batches: all of them must count, so when is the gradient set back?",
+        "one update by three micro-batches: all of them must count, so when is the gradient set"
+        " back?",
         size=4,
         window=3,
     )
@@ -1416,7 +1454,8 @@ def check_many_updates(answers: Answers) -> None:
     check_training(
         answers,
         EQUAL,
-        "two windows: is the gradient of the first still there in the second, or its number of targets?"
+        "two windows: is the gradient of the first still there in the second, or its number of"
+        " targets?"
         " And is the schedule planned in updates?",
         size=3,
         window=2,
@@ -1440,7 +1479,8 @@ def check_many_updates(answers: Answers) -> None:
     check_training(
         answers,
         make_sentences(13, 2),
-        "each epoch ends with a window that is short: it is an update of its own, counts in n, and the"
+        "each epoch ends with a window that is short: it is an update of its own, counts in n, and"
+        " the"
         " next epoch begins a new window",
         size=3,
         window=2,
@@ -1460,7 +1500,8 @@ def check_orders(answers: Answers) -> Any:
         assert first != third, (
             "the first and the third epoch come in the same order: each epoch needs another one"
         )
-        again, other_seed = Watched(), Watched()
+        again = Watched()
+        other_seed = Watched()
         answers["mended_train"](again, EQUAL, epochs=3, size=4, window=1, rate=0.0)
         assert again.inputs == watched.inputs, "the same seed gave other orders in a second run"
         answers["mended_train"](other_seed, EQUAL, epochs=3, size=4, window=1, rate=0.0, seed=5)
