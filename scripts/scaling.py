@@ -1,4 +1,4 @@
-"""Record the runs of chapter 22, in about half an hour on one core: `make scaling`
+"""Record the runs of chapter 22, in a quarter of an hour on one core: `make scaling`
 
     python scripts/scaling.py [FOLDER]     # where the runs go; default runs/
 
@@ -24,6 +24,7 @@ from llm_course.training.scaling import FLOPS_PER_PARAMETER, bootstrap_laws, fit
 from llm_course.training.sweep import Point, read_sweep, run_sweep
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+BUDGETS = (6e10, 1.5e11, 3.8e11)  # of the runs in configs/scaling.yaml
 LARGER = 4  # the predicted run's compute, over that of the largest budget
 SHAPES = {64: (3, 2), 96: (3, 3), 112: (4, 4), 128: (4, 4), 160: (4, 5)}  # width: layers, heads
 WITH_CURVES = 48  # the width whose curves are kept
@@ -47,7 +48,7 @@ def measured(point: Point, row: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a run that the law is fitted to."""
     N = size(point.config.model)
     D = row["targets"]
-    budget = float(f"{FLOPS_PER_PARAMETER * N * D:.2g}")
+    budget = min(BUDGETS, key=lambda one: abs(one - FLOPS_PER_PARAMETER * N * D))
     width = point.config.model.hidden_size
     kept = {"width": width, "N": N, "D": D, "budget": budget, "loss": short(row["val_loss"])}
     if width == WITH_CURVES:
@@ -59,7 +60,7 @@ def measured(point: Point, row: dict[str, Any]) -> dict[str, Any]:
 def prediction(runs: list[dict[str, Any]], floor: float) -> dict[str, Any]:
     """The largest run, and what two laws expect of it, before it's made."""
     columns = [[run[name] for run in runs] for name in ("N", "D", "loss")]
-    budget = LARGER * max(run["budget"] for run in runs)
+    budget = LARGER * max(BUDGETS)
     law = fit_law(*columns, floor=floor)
     shapes = [
         ModelConfig(

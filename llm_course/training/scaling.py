@@ -56,6 +56,11 @@ def _solve(terms: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return coefficients, np.where((coefficients >= 0).all(1), errors.sum(1), np.inf)
 
 
+def _as_law(E: float, A: float, B: float, exponents: np.ndarray) -> Law:
+    a, b = map(float, exponents)
+    return Law(float(E), float(A), a, float(B), b)
+
+
 def _best_on_grid(
     a: np.ndarray, b: np.ndarray, runs: np.ndarray, floor: float | None
 ) -> tuple[float, Law]:
@@ -68,7 +73,7 @@ def _best_on_grid(
     coefficients, errors = _solve(falling * weights, (losses - known) / losses)
     best = int(errors.argmin())
     A, B = coefficients[best]
-    found = float(errors[best]), Law(known, A, pairs[best, 0], B, pairs[best, 1])
+    found = float(errors[best]), _as_law(known, A, B, pairs[best])
     if floor is not None:
         return found
     constant = np.broadcast_to(weights, (len(pairs), len(runs), 1))
@@ -77,7 +82,7 @@ def _best_on_grid(
     )
     best = int(errors.argmin())
     E, A, B = coefficients[best]
-    free = float(errors[best]), Law(E, A, pairs[best, 0], B, pairs[best, 1])
+    free = float(errors[best]), _as_law(E, A, B, pairs[best])
     return min(found, free)  # where E would be negative, 0 is the best that is allowed
 
 # %% ../../nbs/22c_laws.ipynb #b22c011
