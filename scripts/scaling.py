@@ -27,7 +27,6 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 BUDGETS = (6e10, 1.5e11, 3.8e11)  # of the runs in configs/scaling.yaml
 LARGER = 4  # the predicted run's compute, over that of the largest budget
 SHAPES = {64: (3, 2), 96: (3, 3), 112: (4, 4), 128: (4, 4), 160: (4, 5)}  # width: layers, heads
-WITH_CURVES = 48  # the width whose curves are kept
 
 
 def short(value: float) -> float:
@@ -50,11 +49,10 @@ def measured(point: Point, row: dict[str, Any]) -> dict[str, Any]:
     D = row["targets"]
     budget = min(BUDGETS, key=lambda one: abs(one - FLOPS_PER_PARAMETER * N * D))
     width = point.config.model.hidden_size
+    rows = read_metrics(Path(point.config.run_dir, "metrics.jsonl"))
+    curve = [[each["targets"], short(each["loss"])] for each in rows]
     kept = {"width": width, "N": N, "D": D, "budget": budget, "loss": short(row["val_loss"])}
-    if width == WITH_CURVES:
-        rows = read_metrics(Path(point.config.run_dir, "metrics.jsonl"))
-        kept["curve"] = [[each["targets"], short(each["loss"])] for each in rows]
-    return kept
+    return kept | {"curve": curve}
 
 
 def prediction(runs: list[dict[str, Any]], floor: float) -> dict[str, Any]:

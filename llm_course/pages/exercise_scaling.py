@@ -137,7 +137,8 @@ def check_slice(best: Callable[..., Any], N: Sequence[float], losses: Sequence[f
 
 
 def _lowest(x: np.ndarray, losses: Sequence[float]) -> tuple[float, float]:
-    center, scale = x.mean(), x.std()
+    center = x.mean()
+    scale = x.std()
     bend, tilt, level = np.polyfit((x - center) / scale, losses, 2)
     return float(center - scale * tilt / (2 * bend)), float(level - tilt**2 / (4 * bend))
 

@@ -134,31 +134,25 @@ def of_budget(runs: Runs, budget: float) -> Runs:
     return Runs(*(column[chosen[runs.N[chosen].argsort()]] for column in runs))
 
 
-def misread_runs() -> Runs:
-    """The recorded runs, with some losses that were read off the middle of longer runs.
+class Passing(NamedTuple):
+    """A run, and the longest run of the same size as it passed the same number of tokens."""
 
-    Of the width that has curves, each shorter run is replaced by the point of the longest run after
-    as many tokens. The losses are those of training.
-    """
-    rows = [row for row in record()["scaling"] if "curve" in row]
-    longest = max(rows, key=lambda row: row["D"])
-    tokens, losses = np.array(longest["curve"]).T
-    runs = scaling_runs()
-    loss = runs.loss.copy()
-    for place, (N, D) in enumerate(zip(runs.N, runs.D, strict=True)):
-        if N == longest["N"] and D < longest["D"]:
-            loss[place] = np.interp(D, tokens, losses)
-    return runs._replace(loss=loss)
+    N: int
+    D: int
+    planned: float  # the training loss at the run's end
+    passing: float  # that of the longer run after D tokens
 
 
-def short_and_long() -> list[tuple[int, float, float]]:
-    """For each shorter run of one width: its tokens, its training loss, and the longest run's."""
-    rows = sorted((r for r in record()["scaling"] if "curve" in r), key=lambda row: row["D"])
-    tokens, losses = np.array(rows[-1]["curve"]).T
-    return [
-        (row["D"], row["curve"][-1][1], float(np.interp(row["D"], tokens, losses)))
-        for row in rows[:-1]
-    ]
+def read_in_passing() -> list[Passing]:
+    """For each run that has a longer one of its size: its loss, and the longer run's there."""
+    found = []
+    for row in record()["scaling"]:
+        longest = max((r for r in record()["scaling"] if r["N"] == row["N"]), key=lambda r: r["D"])
+        if longest["D"] > row["D"]:
+            tokens, losses = np.array(longest["curve"]).T
+            passing = float(np.interp(row["D"], tokens, losses))
+            found.append(Passing(row["N"], row["D"], row["curve"][-1][1], passing))
+    return sorted(found)
 
 
 # ------------------------------------------------------------------------------ plots
@@ -182,11 +176,11 @@ def plot_slice(runs: Runs, budget: float) -> None:
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
     axes.plot(chosen.N / 1000, chosen.loss, "o-")
     for N, D, loss in zip(chosen.N / 1000, chosen.D / 1000, chosen.loss, strict=True):
-        place: Any = dict(textcoords="offset points", xytext=(4, 7), fontsize=8)
+        place: Any = dict(textcoords="offset points", xytext=(0, 9), fontsize=8, ha="center")
         axes.annotate(f"{D:,.0f}k tokens", (N, loss), **place)
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
     axes.set(title=f"Five models, {_operations(budget)} operations each")
-    axes.margins(x=0.15, y=0.15)
+    axes.margins(x=0.15, y=0.2)
     _plain_ticks(axes.xaxis)
     plt.show()
 

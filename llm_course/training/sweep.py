@@ -89,7 +89,7 @@ def _read_parts(path: Path) -> dict[str, Any]:
     """The parts of a sweep file; ValueError where it has others, or they have the wrong form."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file (from {Path.cwd()})")
-    parts = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)
+    parts = StrictLoader(path.read_text(encoding="utf-8")).get_single_data()
     if not isinstance(parts, dict) or not parts or not parts.keys() <= _PARTS.keys():
         found = ", ".join(map(str, parts)) if isinstance(parts, dict) else type(parts).__name__
         raise ValueError(f"it has {found or 'nothing'}, expected some of {', '.join(_PARTS)}")
