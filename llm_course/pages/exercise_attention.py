@@ -1,10 +1,8 @@
 """The visible checks of exercise 05, attention: each says what is wrong with an answer."""
 
 import math
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llm_course.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from llm_course.model.attention_weights import attention_weights
 from llm_course.model.masks import causal_mask
+from llm_course.pages.checking import Answers, case, expect, forbid, written
 
-Answers = Mapping[str, Any]  # the names of the notebook: `globals()`
 Attend = Callable[..., Tensor]
 Bytes = Callable[..., int]
 READY_MADE = (
@@ -25,39 +23,6 @@ READY_MADE = (
     attention_weights,
     MultiHeadAttention.forward,
 )
-
-
-@contextmanager
-def case(name: str) -> Iterator[None]:
-    """Say in which case a test failed, also when your code raised an error of its own."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
-    except Exception as error:
-        raise AssertionError(f"{name}: your code raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def forbid(*functions: Callable[..., Any]) -> Iterator[None]:
-    """Refuse calls of these functions, whatever name they were imported under."""
-
-    def watch(frame: Any, event: str, called: Any) -> None:
-        for function in functions:
-            if (event == "c_call" and called is function) or (
-                event == "call" and frame.f_code is getattr(function, "__code__", 0)
-            ):
-                raise AssertionError(
-                    f"your code calls the ready-made {function.__qualname__}; in this task you"
-                    " write it yourself"
-                )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 class Watch(TorchDispatchMode):
@@ -96,43 +61,13 @@ def kept_numbers(thing: Any) -> int:
     return sum(map(kept_numbers, parts))
 
 
-def expect(actual: Any, expected: Tensor, message: str) -> None:
-    """Compare type, shape, dtype and numbers; `message` says what to look at when only the numbers
-    differ.
-    """
-    assert isinstance(actual, Tensor), (
-        f"expected a tensor, got {type(actual).__name__}: does the function return its result?"
-    )
-    assert actual.shape == expected.shape, (
-        f"the shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    )
-    assert actual.dtype == expected.dtype, (
-        f"the dtype is {actual.dtype}, expected {expected.dtype}, that of the input"
-    )
-    assert not actual.isnan().any(), (
-        f"{int(actual.isnan().sum())} of {actual.numel()} numbers are NaN: does some query see"
-        " nothing at all, or is the mask the wrong way round?"
-    )
-    off = (actual - expected).abs()
-    assert torch.allclose(actual, expected, atol=1e-5, rtol=1e-4), (
-        f"{message} (largest difference {off.max():.2g})"
-    )
-
-
-def typed(answers: Answers, *names: str) -> list[Any]:
-    """The values of these names; an AssertionError tells the student which are missing."""
-    missing = [name for name in names if name not in answers]
-    assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-    return [answers[name] for name in names]
-
-
 # -------------------------------------------------------------------------------- task 1
 
 
 def check_by_hand(answers: Answers) -> None:
     """Task 1: weights and outputs of three tokens."""
     with case("Task 1"):
-        weights, outputs = typed(answers, "weights", "outputs")
+        weights, outputs = written(answers, "weights", "outputs")
         assert len({len(row) for row in weights}) == 1, (
             f"weights has rows of {[len(row) for row in weights]} numbers; each row needs three"
             " numbers: type 0 where the query may not look"
@@ -297,7 +232,7 @@ def check_trap(answers: Answers) -> None:
     """Task 2: how many keys new tokens read, with our mask and with PyTorch's flag."""
     with case("Task 2, the trap"):
         names = ("reads_with_our_mask", "reads_with_pytorch_flag")
-        reads_with_our_mask, reads_with_pytorch_flag = typed(answers, *names)
+        reads_with_our_mask, reads_with_pytorch_flag = written(answers, *names)
         for name, reads in (
             ("reads_with_our_mask", reads_with_our_mask),
             ("reads_with_pytorch_flag", reads_with_pytorch_flag),
@@ -453,18 +388,10 @@ def probe(layer_class: Any, num_heads: int, equal_scores: bool = False) -> Any:
     return layer
 
 
-def mended_class(answers: Answers) -> Any:
-    """The student's class."""
-    assert "MendedAttention" in answers, (
-        "write the class MendedAttention in the cell above and run it"
-    )
-    return answers["MendedAttention"]
-
-
 def check_merge(answers: Answers) -> None:
     """Task 4: the heads of a token end up side by side."""
     with case("Task 4, the heads"), torch.no_grad():
-        layer_class = mended_class(answers)
+        [layer_class] = written(answers, "MendedAttention")
         with forbid(*READY_MADE):
             last = probe(layer_class, 2, equal_scores=True)(torch.arange(1.0, 9).expand(1, 8, 8))[
                 0, -1
@@ -497,7 +424,7 @@ def check_merge(answers: Answers) -> None:
 def check_scale(answers: Answers) -> None:
     """Task 4: the weights are as sharp as they should be."""
     with case("Task 4, the scale"), torch.no_grad():
-        layer_class = mended_class(answers)
+        [layer_class] = written(answers, "MendedAttention")
         healthy = probe(MultiHeadAttention, 1)(torch.eye(8)[None])[0, -1]
         with forbid(*READY_MADE):
             mended = probe(layer_class, 1)(torch.eye(8)[None])[0, -1]
@@ -530,7 +457,7 @@ def check_scale(answers: Answers) -> None:
 def check_mask(answers: Answers) -> None:
     """Task 4: no weight on later tokens."""
     with case("Task 4, the mask"), torch.no_grad():
-        layer_class = mended_class(answers)
+        [layer_class] = written(answers, "MendedAttention")
         with forbid(*READY_MADE):
             # (T, S): row t is the weights of query t
             shares = probe(layer_class, 1)(torch.eye(8)[None])[0]
@@ -574,7 +501,7 @@ def twins(
 def check_layer(answers: Answers) -> None:
     """Task 4: the same outputs as the package's layer."""
     with case("Task 4, the whole layer with 4 heads"):
-        layer_class = mended_class(answers)
+        [layer_class] = written(answers, "MendedAttention")
         mended, healthy = twins(layer_class, 32, 4)
         x = torch.randn(2, 6, 32)
         expected = healthy(x)
@@ -867,7 +794,7 @@ def check_four_numbers(answers: Answers, measured_bytes: Bytes) -> None:
     """Task 6: bytes for a token, and what a window saves."""
     with case("Task 6, the four numbers"):
         names = ("bytes_per_token", "first_saving", "saved_at_8192", "saved_at_most")
-        bytes_per_token, first_saving, saved_at_8192, saved_at_most = typed(answers, *names)
+        bytes_per_token, first_saving, saved_at_8192, saved_at_most = written(answers, *names)
         gemma: dict[str, Any] = dict(num_layers=42, num_kv_heads=8, head_dim=256)
 
         real = measured_bytes(1, **gemma)
@@ -991,7 +918,7 @@ def _check_slopes(alibi_attention: Attend) -> None:
 def check_reach(answers: Answers) -> None:
     """Task 7: where a weight has halved, and how many heads look far."""
     with case("Task 7, half_distance and far_heads"):
-        [half_distance] = typed(answers, "half_distance")
+        [half_distance] = written(answers, "half_distance")
         for slope in (0.5, 0.125, 1 / 256):
             distance = half_distance(slope)
             assert isinstance(distance, int | float | Tensor), (
@@ -1005,7 +932,7 @@ def check_reach(answers: Answers) -> None:
                 f" {far / own:.3f}"
                 " of the own key's, not 0.5. Which d makes exp(-slope * d) one half?"
             )
-        [far_heads] = typed(answers, "far_heads")
+        [far_heads] = written(answers, "far_heads")
         weights_at_100 = torch.tensor([-100 / 2**i for i in range(1, 9)]).exp()
         assert far_heads == int((weights_at_100 >= 0.5).sum()), (
             f"far_heads = {far_heads}: take half_distance of each of the eight slopes, and count"

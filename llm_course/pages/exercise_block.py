@@ -13,45 +13,7 @@ from llm_course.model.moe import MoE
 from llm_course.model.normalization import RMSNorm
 from llm_course.model.rope import RotaryEmbedding
 from llm_course.model.transformer_block import TransformerBlock
-from llm_course.pages.checking import case, written
-from llm_course.pages.exercise_attention import forbid
-
-
-def expect_number(value: Any, name: str) -> float:
-    """`value` as a float: Python's numbers, NumPy's, a tensor with one number."""
-    try:
-        assert not isinstance(value, str)
-        return float(value)
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        raise AssertionError(f"{name} is a {type(value).__name__}, expected a number") from None
-
-
-def same(actual: Any, expected: Any, tolerance: float = 0.0001) -> bool:
-    return actual.shape == expected.shape and bool(
-        ((actual - expected).abs() <= tolerance * (1 + expected.abs())).all()
-    )
-
-
-def expect(
-    actual: Any, expected: Any, message: str, slips: Any = (), tolerance: float = 0.0001
-) -> None:
-    """Compare type, shape and numbers. `slips` are pairs: words, and the tensor that this slip
-    would give.
-    """
-    assert isinstance(actual, Tensor), (
-        f"expected a tensor, got {type(actual).__name__}: does the function return its result?"
-    )
-    assert actual.shape == expected.shape, (
-        f"the shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    )
-    assert not actual.isnan().any(), (
-        f"{int(actual.isnan().sum())} of {actual.numel()} numbers are NaN"
-    )
-    for words, wrong in slips:
-        assert same(wrong, expected, tolerance) or not same(actual, wrong, tolerance), words
-    assert same(actual, expected, tolerance), (
-        f"{message} (largest difference {(actual - expected).abs().max():.2g})"
-    )
+from llm_course.pages.checking import case, expect, forbid, expect_number, same, written
 
 
 def randomise(module: Any, seed: int = 0) -> Any:
@@ -242,11 +204,10 @@ def block_pair(
     return ours, real
 
 
-def call_block(block: Any, x: Any, **arguments: Any) -> Any:
-    """The two things that a block returns; the package's forward is refused."""
+def called(block: Any, x: Any, **arguments: Any) -> Any:
+    """The two things that a block returns, of an x that stays as it was."""
     before = x.clone()
-    with forbid(TransformerBlock.forward, TransformerBlock.add_to_stream):
-        found = block(x, **arguments)
+    found = block(x, **arguments)
     assert isinstance(found, tuple) and len(found) == 2, (
         f"forward returned a {type(found).__name__}, expected a pair: the stream, and the"
         " statistics of the experts or None"
@@ -255,6 +216,12 @@ def call_block(block: Any, x: Any, **arguments: Any) -> Any:
         "the x of the caller has changed: `x += y` writes into it, `x = x + y` does not"
     )
     return found
+
+
+def call_block(block: Any, x: Any, **arguments: Any) -> Any:
+    """The same, without the forward of the package's block."""
+    with forbid(TransformerBlock.forward, TransformerBlock.add_to_stream):
+        return called(block, x, **arguments)
 
 
 def check_rule(block_class: Any, rule: str, B: int = 2, T: int = 5, **options: Any) -> None:
@@ -872,9 +839,7 @@ def check_rms(answer: Any, depth: int, rule: str, B: int = 2, T: int = 5) -> Non
     assert len(found) == depth + 1, (
         f"stream_rms returned {len(found)} numbers, expected {depth + 1}"
     )
-    numbers = torch.tensor(
-        [expect_number(number, "a number of stream_rms") for number in found]
-    ).double()
+    numbers = torch.tensor([expect_number(one, "a number of stream_rms") for one in found]).double()
 
     expect(
         numbers,
@@ -1094,19 +1059,6 @@ def parallel_pair(answers: Any, C: int = 8, layer_index: int = 0, **options: Any
     return ours, parts
 
 
-def call_parallel(block: Any, x: Any, **arguments: Any) -> Any:
-    before = x.clone()
-    found = block(x, **arguments)
-    assert isinstance(found, tuple) and len(found) == 2, (
-        f"forward returned a {type(found).__name__}, expected a pair: the stream, and the"
-        " statistics of the experts or None"
-    )
-    assert torch.equal(x, before), (
-        "the x of the caller has changed: `x += y` writes into it, `x = x + y` does not"
-    )
-    return found
-
-
 def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
     ours, b = parallel_pair(answers, residual_multiplier=m, **options)
     x = 3 * noise(2, T, 8)
@@ -1115,7 +1067,7 @@ def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
     h = b.input_layernorm(x)
     after = x + m * a(h)
     expect(
-        call_parallel(ours, x)[0],
+        called(ours, x)[0],
         x + m * (a(h) + f(h)),
         "the output is not that of the formula",
         [
@@ -1156,12 +1108,12 @@ def check_promises(answers: Any, T: int = 6, m: float = 1.0, **options: Any) -> 
         name = next(iter(given))
         bare = x + m * (b.self_attn(h) + z)
         expect(
-            call_parallel(ours, x, **given)[0],
+            called(ours, x, **given)[0],
             x + m * (b.self_attn(h, **given) + z),
             f"with {name} the output is not that of the formula",
             [(f"with {name} the output is the same as without: hand it on to attention", bare)],
         )
-    stats = call_parallel(ours, x)[1]
+    stats = called(ours, x)[1]
     if right is None:
         assert stats is None, (
             f"a block with a plain MLP returns None beside the stream, not a {type(stats).__name__}"
@@ -1171,11 +1123,11 @@ def check_promises(answers: Any, T: int = 6, m: float = 1.0, **options: Any) -> 
         assert ok, (
             "the statistics of the experts are not handed on, or not those of the MoE for norm(x)"
         )
-    whole = call_parallel(ours, x, position_embeddings=turn)[0]
-    check_pieces(call_parallel, ours, x, turn, whole)
+    whole = called(ours, x, position_embeddings=turn)[0]
+    check_pieces(called, ours, x, turn, whole)
     changed = x.clone()
     changed[:, -1] += 1
-    assert same(call_parallel(ours, changed)[0][:, :-1], call_parallel(ours, x)[0][:, :-1]), (
+    assert same(called(ours, changed)[0][:, :-1], called(ours, x)[0][:, :-1]), (
         "an earlier token has seen the last one"
     )
     with torch.enable_grad():

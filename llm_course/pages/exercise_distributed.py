@@ -1,4 +1,3 @@
-# mypy: disable-error-code="attr-defined,var-annotated,assignment,arg-type,misc,operator"
 """The checks of exercise 15, distributed: each says what is wrong with an answer.
 
 `run` starts a process for each rank. The processes share nothing but a wire, whose other end is a
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_of_torch  # the function behind torch.optim.AdamW
 
-from llm_course.pages.checking import case
+from llm_course.pages.checking import case, expect_number, written
 
 MOST_CALLS = 2000  # of a wire in one run; more is a loop that never ends
 MOST_SECONDS = 20.0
@@ -31,15 +30,6 @@ MEETINGS = {
     "reduce_scatter": 1,
     "all_gather": 1,
 }  # halves of rings
-
-
-def expect_number(value: Any, name: str) -> float:
-    """`value` as a float: Python's numbers, NumPy's, a tensor with one number."""
-    try:
-        assert not isinstance(value, str), "a string isn't a number"
-        return float(value)
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        raise AssertionError(f"{name} is a {type(value).__name__}, expected a number") from None
 
 
 # --------------------------------------------------------------------------- processes and a wire
@@ -274,13 +264,6 @@ def _serve(board: Switchboard, pipes: list[Any], until: float) -> None:
 # ------------------------------------------------------------------------------ 1, numbers by hand
 
 
-def student(answers: dict[str, Any], *names: str) -> Any:
-    """What the student has written under these names."""
-    missing = [name for name in names if name not in answers]
-    assert not missing, f"write {' and '.join(missing)} in the cell above and run it"
-    return answers[names[0]] if len(names) == 1 else [answers[name] for name in names]
-
-
 STEP_SLIPS: dict[str, dict[float, str]] = {
     "gradient": {
         3: ("that is the mean of means: the first rank's 2 targets count as much as the other's 6"),
@@ -309,11 +292,6 @@ STEP_SLIPS: dict[str, dict[float, str]] = {
 }
 
 
-def _expect_typed(answers: Any, names: Any) -> None:
-    missing = [name for name in names if name not in answers]
-    assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-
-
 def _expect_numbers(answers: Any, right: Any, slips: Any, is_near: Any) -> None:
     """The numbers are right, or the slip behind a wrong one is named."""
     for name, expected in right.items():
@@ -336,7 +314,7 @@ def task1_step(answers: Any) -> None:
             "ddp": sum(sums) / 2,
             "factor": 2 / sum(targets),
         }
-        _expect_typed(answers, (*right, "step_gradient"))
+        written(answers, *right, "step_gradient")
         _expect_numbers(answers, right, STEP_SLIPS, lambda a, b: abs(a - b) < 0.006)
     check_steps(answers, [((10.0, 6.0), (2, 6)), ((10.0, -4.0, 6.0), (2, 1, 1))])
     check_steps(answers, [((3.0, 0.0, 9.0), (1, 0, 3))])
@@ -344,7 +322,7 @@ def task1_step(answers: Any) -> None:
 
 def check_steps(answers: Any, checks: Any) -> None:
     """`step_gradient` on these sums and counts."""
-    step_gradient = student(answers, "step_gradient")
+    [step_gradient] = written(answers, "step_gradient")
     with case("Task 1, a step"):
         for sums, targets in checks:
             try:
@@ -436,7 +414,7 @@ def task1_costs(answers: Any) -> None:
             "fsdp_gb": 16 * billions / 16,
             "block_gb": 16 * billions / 16 + 4 * billions / blocks,
         }
-        _expect_typed(answers, right)
+        written(answers, *right)
         _expect_numbers(answers, right, COST_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
 
 
@@ -507,8 +485,8 @@ def _expect_each_rank_once(number: Any, held: Any, n: Any) -> None:
 
 def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     """The first half alone."""
-    reduce_scatter = student(answers, "reduce_scatter")
-    left = []
+    [reduce_scatter] = written(answers, "reduce_scatter")
+    left: list[str] = []
 
     def play(wire: Any) -> Any:
         tensor = torch.full((size,), 10.0**wire.rank)
@@ -537,8 +515,8 @@ def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
 
 def check_all_gather(answers: Any, n: Any, size: Any, shift: Any) -> Any:
     """The second half alone."""
-    all_gather = student(answers, "all_gather")
-    left = []
+    [all_gather] = written(answers, "all_gather")
+    left: list[str] = []
 
     def play(wire: Any) -> Any:
         tensor = torch.full((size,), 0.5)
@@ -580,7 +558,7 @@ def task2_halves(answers: Any) -> None:
 
 def check_all_reduce(answers: Any, n: Any, *shape: Any) -> Any:
     """Both halves, one after the other."""
-    reduce_scatter, all_gather = student(answers, "reduce_scatter", "all_gather")
+    reduce_scatter, all_gather = written(answers, "reduce_scatter", "all_gather")
     g = torch.Generator().manual_seed(n)
     brought = [torch.randn(*shape, generator=g) for _ in range(n)]
 
@@ -665,7 +643,7 @@ def _trained(answers: Any, n: Any, data: Any, valid: Any, **settings: Any) -> An
     went through the models of `start_line`.
     """
     settings = {"epochs": 1, "rows": 6, "update": _plain, "max_norm": 1e9, "seed": 0} | settings
-    train = student(answers, "train")
+    [train] = written(answers, "train")
 
     def play(wire: Any) -> Any:
         with _rows_counted(answers) as computed:
@@ -815,9 +793,9 @@ def check_weights(answers: Any, n: Any, what: Any, data: Any, **settings: Any) -
     with case(f"Task 3, {n} processes, {what}"):
         found, weights, _, _ = _trained(answers, n, data, _plane(6, 9), **settings)
         for rank, result in enumerate(found):
-            numbers = [expect_number(number, "a weight") for number in result["weights"]]
+            numbers = [expect_number(one, "a weight") for one in result["weights"]]
             apart = max(abs(a - b) for a, b in zip(numbers, weights, strict=True))
-            first = [expect_number(number, "a weight") for number in found[0]["weights"]]
+            first = [expect_number(one, "a weight") for one in found[0]["weights"]]
             is_first_right = max(abs(a - b) for a, b in zip(first, weights, strict=True)) < 1e-4
             assert apart < 1e-4 or not is_first_right, (
                 f"after the run the weights of rank {rank} are {[round(a, 3) for a in numbers]}, of"
@@ -865,7 +843,7 @@ def rows_of(counts: Any, seed: Any) -> Any:
 
 def _packed(model: Any, numbers: Any) -> Any:
     """How many numbers each bucket holds."""
-    sizes = []
+    sizes: list[int] = []
     for parameter in [p for p in model.parameters() if p.requires_grad][::-1]:
         if sizes and sizes[-1] + parameter.numel() <= numbers:
             sizes[-1] += parameter.numel()
@@ -875,7 +853,7 @@ def _packed(model: Any, numbers: Any) -> Any:
 
 
 @contextmanager
-def _backward_of(model: Any, what: Any) -> None:
+def _backward_of(model: nn.Module, what: str) -> Iterator[None]:
     """Where a bucket is packed too early, a `.grad` is still None: say so."""
     try:
         yield
@@ -988,7 +966,8 @@ def _expect_gradients(at: Any, gradients: Any, alone: Any, n: Any) -> None:
 def check_travel(answers: Any, what: Any, models: Any, numbers: Any, shares: Any) -> None:
     with case(f"Task 4, {what}"):
         alone = copy.deepcopy(models[0])
-        played = _windows(student(answers, "DataParallel"), models, numbers, shares)
+        [DataParallel] = written(answers, "DataParallel")
+        played = _windows(DataParallel, models, numbers, shares)
         _expect_start_of_first(played, alone)
         sizes = _packed(alone, numbers)
         for window in range(len(shares[0])):
@@ -1042,7 +1021,7 @@ def _passes(DataParallel: Any, models: Any) -> Any:
 
     def play(wire: Any) -> Any:
         model = models[wire.rank]
-        messages = []
+        messages: list[tuple[str | None, list[int]]] = []
         parallel = DataParallel(model, wire, 20)
         for skip in (False, True, False):
             del wire.log[:]
@@ -1102,7 +1081,7 @@ def _expect_full_buckets(rank: Any, travels: Any, sizes: Any) -> None:
 
 def check_unused(answers: Any) -> Any:
     """A parameter that gets no gradient in one of three passes."""
-    DataParallel = student(answers, "DataParallel")
+    [DataParallel] = written(answers, "DataParallel")
     with case("Task 4, a parameter that is not used"):
         models = [_Forgetful(0), _Forgetful(1)]
         for rank, played in enumerate(_passes(DataParallel, models)):
@@ -1119,7 +1098,7 @@ def check_unused(answers: Any) -> Any:
 
 def check_twice(answers: Any) -> Any:
     """A layer that is used twice."""
-    DataParallel = student(answers, "DataParallel")
+    [DataParallel] = written(answers, "DataParallel")
     with case("Task 4, a layer that is used twice"):
 
         def play(wire: Any) -> Any:
@@ -1139,7 +1118,8 @@ def check_twice(answers: Any) -> Any:
                 f" {_packed(alone, 20)}: a"
                 " parameter counts once, however often it is used"
             )
-            assert torch.allclose(gradient, alone.twice.weight.grad, atol=1e-4), (
+            right = alone.twice.weight.grad
+            assert right is not None and torch.allclose(gradient, right, atol=1e-4), (
                 "the gradient of a layer that is used twice is not that of one process"
             )
 
@@ -1156,7 +1136,7 @@ def task4_cases(answers: Any) -> None:
 
 def check_error_within_no_sync(answers: Any) -> Any:
     """After an error within `no_sync`, buckets travel again."""
-    DataParallel = student(answers, "DataParallel")
+    [DataParallel] = written(answers, "DataParallel")
     with case("Task 4, an error within no_sync"):
 
         def play(wire: Any) -> Any:
@@ -1210,7 +1190,6 @@ def _adamw_by_torch(
             g = g + weight_decay * w
         if "uncounted" in slip:
             t.zero_()
-        rest = {"amsgrad": False, "maximize": False, "foreach": False}
         adamw_of_torch(
             [w],
             [g.clone()],
@@ -1223,7 +1202,9 @@ def _adamw_by_torch(
             beta2=betas[1],
             eps=eps,
             weight_decay=0.0 if "coupled" in slip or "late" in slip else weight_decay,
-            **rest,
+            amsgrad=False,
+            maximize=False,
+            foreach=False,
         )
         if "late" in slip:
             w -= lr * weight_decay * w
@@ -1386,7 +1367,7 @@ def _expect_bytes_held(held: Any, kept: Any, start: Any, n: Any, rank: Any) -> N
 def check_sharded(
     answers: Any, n: Any, shapes: Any, seed: Any, steps: Any = 3, **settings: Any
 ) -> Any:
-    ShardedAdamW = student(answers, "ShardedAdamW")
+    [ShardedAdamW] = written(answers, "ShardedAdamW")
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.2} | settings
     g = torch.Generator().manual_seed(seed)
     total = sum(math.prod(shape) for shape in shapes)
@@ -1443,7 +1424,7 @@ def check_split(
     answers: Any, num_heads: Any, num_kv_heads: Any, n: Any, D: Any = 3, width: Any = 10
 ) -> None:
     with case(f"Task 6, split of {num_heads} heads and {num_kv_heads} key-value heads over {n}"):
-        split = student(answers, "split")
+        [split] = written(answers, "split")
         weights = _made(num_heads, num_kv_heads, D, width, n)
         before = {name: weight.clone() for name, weight in weights.items()}
         for rank in range(n):
@@ -1488,7 +1469,7 @@ def check_split(
 
 def check_refusal(answers: Any, *impossible: Any) -> None:
     """Heads that don't divide are refused in words."""
-    split = student(answers, "split")
+    [split] = written(answers, "split")
     for heads, kv, n in impossible:
         with case(f"Task 6, split of {heads} heads and {kv} key-value heads over {n}"):
             try:
@@ -1618,7 +1599,7 @@ def check_heads(
     y = _attention_alone(x, weights, D)
     (y * slope).sum().backward()
     with case(f"Task 6, {num_heads} heads and {num_kv_heads} key-value heads on {n} processes"):
-        attention_part = student(answers, "attention_part")
+        [attention_part] = written(answers, "attention_part")
         played = _attention_in_parts(attention_part, weights, x, slope, n, D)
         for rank, (found, gradient, grads, counts) in enumerate(played):
             _expect_output(found, y, weights["bias"], n, rank)
@@ -1699,7 +1680,7 @@ def _expect_leave(y: Any, y_grad: Any, numbers: Any, total: Any, rank: Any) -> N
 def check_doors(answers: Any, n: Any) -> Any:
     """`enter` and `leave` alone."""
     with case(f"Task 6, enter and leave on {n} processes"):
-        enter, leave = student(answers, "enter", "leave")
+        enter, leave = written(answers, "enter", "leave")
         total = [sum(10**rank for rank in range(n)), 2 * sum(10**rank for rank in range(n))]
         played = _through_doors(enter, leave, n)
         for rank, ((e, e_grad, e_x, y, y_grad, y_x), numbers) in enumerate(played):

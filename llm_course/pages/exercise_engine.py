@@ -6,7 +6,6 @@ import json
 import math
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from llm_course.pages.checking import case, frozen, number, written
+from llm_course.pages.checking import Answer, case, frozen, expect_number, written
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.runtime import Runtime
 from llm_course.training.task import RegressionTask
-
-Answer = Callable[..., Any]
 
 # ---------------------------------------------------------------------- 1, the gradient of a window
 
@@ -37,7 +34,7 @@ def check_window(window_gradient: Answer, counts: Any, hint: Any) -> None:
     mean = F.mse_loss(model(x), 3 * x)
     wanted = torch.autograd.grad(mean, list(model.parameters()))
     with case(f"Task 1, micro-batches of {counts} targets"):
-        found = number(window_gradient(model, window), "the result")
+        found = expect_number(window_gradient(model, window), "the result")
         assert all(p.grad is not None for p in model.parameters()), "there's no gradient"
         for parameter, right in zip(model.parameters(), wanted, strict=True):
             gradient: Any = parameter.grad
@@ -166,7 +163,7 @@ def task2_steps(answers: dict[str, Any]) -> None:
     with case("Task 2, steps"):
         written(answers, *STEPS)
         for name, (expected, slips) in STEPS.items():
-            found = number(answers[name], name)
+            found = expect_number(answers[name], name)
             assert found not in slips, f"{name} is {found:g}: {slips[found]}"
             assert found == int(found), (
                 f"{name} is {found:g}: a run has a whole number of steps, so round up"
@@ -182,7 +179,7 @@ def task2_numbers(answers: dict[str, Any]) -> None:
     with case("Task 2, numbers"):
         written(answers, *NUMBERS, "clipped")
         for name, (expected, slips) in NUMBERS.items():
-            found = number(answers[name], name)
+            found = expect_number(answers[name], name)
             said = [text for value, text in slips.items() if abs(found - value) < 0.006]
             assert not said, f"{name} is {found:g}: {said[0]}"
             assert abs(found - expected) < 0.006, (
@@ -192,7 +189,7 @@ def task2_numbers(answers: dict[str, Any]) -> None:
         assert isinstance(clipped, tuple | list | Tensor) and len(clipped) == 2, (
             "clipped has two numbers: type (.., ..)"
         )
-        a, b = (number(part, "a number of clipped") for part in clipped)
+        a, b = (expect_number(part, "a number of clipped") for part in clipped)
         assert (a, b) != (2.0, 2.0), (
             "clipped is (2, 2): the length of the whole vector is limited, not each of its numbers"
         )
@@ -246,7 +243,7 @@ def check_rows(found: Any, wanted: Any, max_norm: float, what: str) -> None:
             f"a row is (loss, norm, learning rate), but row {step} is {row!r}"
         )
         for name, one, other in zip(("loss", "norm", "learning rate"), row, right, strict=True):
-            one = number(one, f"the {name} of step {step}")
+            one = expect_number(one, f"the {name} of step {step}")
             limited = name == "norm" and abs(one - max_norm) < 1e-4 < other - max_norm
             assert not limited, (
                 f"the norm of step {step} is {one:.4g}, the limit itself, expected {other:.4g}:"
@@ -529,7 +526,7 @@ def check_rounded(answers: dict[str, Any]) -> None:
     tiny, large = torch.tensor([2.9e-8, 1e5]).half().tolist()
     right = {"next_number": follows, "stuck": weight.item(), "tiny": tiny, "large": large}
     for name, expected in right.items():
-        found = number(answers[name], name)
+        found = expect_number(answers[name], name)
         close = 0.05 if name == "tiny" else 1e-4
         slips = ROUNDED[name].items()
         said = [text for value, text in slips if math.isclose(found, value, rel_tol=close)]
@@ -715,7 +712,7 @@ def validated(
         "expected a dictionary with loss and weights, got"
         f" {result if result is None else type(result).__name__}"
     )
-    return number(result["loss"], "loss"), result["weights"]
+    return expect_number(result["loss"], "loss"), result["weights"]
 
 
 def validate_together(validate: Answer, models: Any, parts: Any) -> Any:
@@ -877,7 +874,7 @@ def _task5_gradients_1(Scaler: Any) -> None:
                 (weight.half() * torch.tensor(1e-4, dtype=torch.float16)).float() * 1e-4
             ).backward()
             scaler.unscale([weight])
-            found = number(weight.grad, "the gradient")
+            found = expect_number(weight.grad, "the gradient")
             assert abs(found - expected) < 2e-10, (
                 f"a gradient of 1e-8 that passes through float16 is {found:.3g} with the scale"
                 f" {scale:g}, expected {expected:.3g}: multiply before backward, divide after it"

@@ -1,74 +1,30 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from llm_course.pages.checking import Answer, case, forbid, is_close
+from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
-READY_MADE = (
-    "bootstrap",
-    "compare",
-    "questions_needed",
-    "reliability",
-    "calibration_error",
-    "mark",
-    "pick",
-    "word_ngrams",
-    "NgramIndex",
-    "find_leaks",
-)
 
-
-@contextmanager
-def written_by_hand() -> Iterator[None]:
-    """Refuse calls of the package's own functions that an exercise asks for."""
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_qualname
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith(READY_MADE) and module.startswith("llm_course."):
-            raise AssertionError(
-                f"your code calls the ready-made {name}: here you write it yourself"
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the answer returns; an AssertionError names what it raised."""
-    try:
-        with written_by_hand():
-            return function(*arguments, **options)
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"your code raised {type(error).__name__}: {error}") from error
-
-
-def is_close(found: Any, expected: float, *, within: float = 1e-6) -> bool:
-    """Whether `found` is this number."""
-    try:
-        return math.isclose(float(found), expected, rel_tol=within, abs_tol=1e-9)
-    except (TypeError, ValueError):
-        return False
+def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
+    """What the answer returns, without help from the package."""
+    with (
+        case(getattr(answer, "__name__", "your answer")),
+        forbid(evaluation, evaluation_tasks, contamination),
+    ):
+        return answer(*arguments, **options)
 
 
 # ------------------------------------------------------------------------------------- task 1
 
 
 def check_marks(
-    marks: Callable[..., Any], log_probs: Sequence[float], choices: Sequence[str], answer: int
+    marks: Answer, log_probs: Sequence[float], choices: Sequence[str], answer: int
 ) -> None:
     """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
     found = call(marks, list(log_probs), list(choices), answer)
@@ -104,7 +60,7 @@ def check_marks(
 
 
 def check_interval(
-    interval: Callable[..., Any], marks: Sequence[float], groups: Sequence[int], *, seed: int = 0
+    interval: Answer, marks: Sequence[float], groups: Sequence[int], *, seed: int = 0
 ) -> None:
     """`interval(marks, groups, resamples, seed)`: low and high."""
     found = call(interval, list(marks), list(groups), 4000, seed)
@@ -158,7 +114,7 @@ def marks_by_story(*, stories: int, each: int, seed: int) -> tuple[list[float], 
 
 
 def check_calibration(
-    ece: Callable[..., Any], confidences: Sequence[float], correct: Sequence[bool], num_bins: int
+    ece: Answer, confidences: Sequence[float], correct: Sequence[bool], num_bins: int
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
     found = call(ece, list(confidences), list(correct), num_bins)
@@ -185,9 +141,7 @@ def check_calibration(
 # ------------------------------------------------------------------------------------- task 4
 
 
-def check_needed(
-    needed: Callable[..., Any], difference: float, disagree: float, **how: float
-) -> None:
+def check_needed(needed: Answer, difference: float, disagree: float, **how: float) -> None:
     """`needed(difference, disagree, power=..., confidence=...)`: a whole number."""
     found = call(needed, difference, disagree, **how)
     right = questions_needed(difference, disagree, **how)
@@ -206,7 +160,7 @@ def check_needed(
 
 
 def check_leaks(
-    leaks: Callable[..., Any],
+    leaks: Answer,
     documents: Sequence[str],
     questions: Sequence[str],
     expected: Sequence[int],

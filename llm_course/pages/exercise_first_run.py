@@ -1,7 +1,6 @@
 """The checks of exercise 00, first run: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.pages.checking import case, number, written
-
-Answer = Callable[..., Any]
+from llm_course.pages.checking import Answer, case, expect_number, written
 
 # -------------------------------------------------------------------------------- 1, losses by hand
 
@@ -103,7 +100,7 @@ def task1_losses(answers: dict[str, Any]) -> None:
     names = ("guess_loss", "quarter_loss", "text_loss", "text_bits")
     with case("Task 1"):
         written(answers, *names)
-        guess, quarter, text, bits = (number(answers[name], name) for name in names)
+        guess, quarter, text, bits = (expect_number(answers[name], name) for name in names)
         check_tokens(guess, quarter)
         check_text(text, bits)
 
@@ -156,7 +153,7 @@ def bits_slips(expected: float, num_tokens: int, num_bytes: int) -> dict[float, 
 def check_bits(
     bits_per_byte: Answer, nats: Any, num_tokens: Any, num_bytes: Any, expected: Any
 ) -> None:
-    found = number(
+    found = expect_number(
         bits_per_byte(nats, num_tokens, num_bytes),
         f"bits_per_byte({nats:.4g}, {num_tokens}, {num_bytes})",
     )
@@ -318,7 +315,7 @@ def _task3_loss_1(bigram_loss: Answer) -> None:
         )  # of 1 after 0, 1 after 1, 2 after 1, 0 after 2, and the first and third again
         right = -p.log().mean().item()
         mistakes = loss_slips(table, ids, p)
-        loss = number(bigram_loss(table, ids), "the loss")
+        loss = expect_number(bigram_loss(table, ids), "the loss")
         for wrong, message in mistakes.items():
             assert not math.isclose(loss, wrong, rel_tol=1e-5), message
         assert math.isclose(loss, right, rel_tol=1e-5), (
@@ -330,7 +327,9 @@ def _task3_loss_1(bigram_loss: Answer) -> None:
 
 def _task3_loss_2(bigram_loss: Answer) -> None:
     with case("Task 3, bigram_loss of a uniform table"):
-        loss = number(bigram_loss(torch.full((50, 50), 1 / 50), torch.arange(50)), "the loss")
+        loss = expect_number(
+            bigram_loss(torch.full((50, 50), 1 / 50), torch.arange(50)), "the loss"
+        )
         assert abs(loss - math.log(50)) < 1e-4, (
             "a uniform table over 50 tokens must have the loss of a guess, ln 50 ="
             f" {math.log(50):.4f},"
@@ -525,7 +524,7 @@ def check_report(mended_fit: Answer, sizes: Any, train_batches: Any, learning_ra
     assert isinstance(found, tuple) and len(found) == 2, (
         "the function must return two things: the list of training losses, and the validation loss"
     )
-    reported = number(found[1], "the validation loss")
+    reported = expect_number(found[1], "the validation loss")
     with torch.no_grad():
         losses = [
             F.cross_entropy(model(b[:, :-1]).logits.transpose(1, 2), b[:, 1:], reduction="none")

@@ -3,9 +3,8 @@
 import codecs
 import itertools
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +14,13 @@ from torch import Tensor
 from llm_course.model.cache import KVCache
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.model.generation import generate
-from llm_course.model.sampling import token_probabilities
+from llm_course.model.generation import generate, generate_tokens, until_stop, whole_characters
+from llm_course.model.sampling import keep_min_p, keep_top_k, keep_top_p, token_probabilities
+from llm_course.model.speculative import generate_speculatively
+from llm_course.pages.checking import Answer, Answers, case, forbid, written
 
-Answers = Mapping[str, Any]  # the names of the notebook: `globals()`
-Answer = Callable[..., Any]  # a function that a student wrote
+GENERATE = (generate, generate_tokens, generate_speculatively)
+STREAM = (until_stop, whole_characters)
 
 
 def random_model(seed: int, **changes: Any) -> Any:
@@ -40,43 +41,6 @@ def random_model(seed: int, **changes: Any) -> Any:
     )
 
 
-@contextmanager
-def case(name: str) -> Iterator[None]:
-    """Say in which case a test failed, also when your code raised an error of its own."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
-    except Exception as error:
-        raise AssertionError(f"{name}: your code raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def forbid(*names: str) -> Iterator[None]:
-    """Refuse calls of the package's functions with these qualified names, or with these names in
-    front.
-    """
-
-    def watch(frame: Any, event: str, called: Any) -> None:
-        code = frame.f_code
-        if (
-            event == "call"
-            and code.co_qualname.startswith(names)
-            and "llm_course" in frame.f_globals.get("__name__", "")
-        ):
-            raise AssertionError(
-                f"your code calls the ready-made {code.co_qualname}; in this task you write it"
-                " yourself"
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
 def numbers(value: Any, name: str, length: int | None = None) -> list[float]:
     """`value` as a list of floats: from a list, a tuple, a set, a tensor, an array."""
     try:
@@ -87,13 +51,6 @@ def numbers(value: Any, name: str, length: int | None = None) -> list[float]:
         f"{name} has {len(found)} numbers, expected {length}"
     )
     return found
-
-
-def typed(answers: Answers, *names: str) -> list[Any]:
-    """The values of these names; an AssertionError tells the student which are missing."""
-    missing = [name for name in names if name not in answers]
-    assert not missing, f"type {', '.join(missing)} into the cell above and run it"
-    return [answers[name] for name in names]
 
 
 # -------------------------------------------------------------------------------- task 1
@@ -112,7 +69,7 @@ def check_filters(answers: Answers) -> None:
     """Task 1: a temperature, four cuts and a chain."""
     with case("Task 1, filters"):
         names = ("halved", "top_k_2", "top_p_65", "top_p_75", "min_p_40", "chain")
-        halved, *kept, chain = typed(answers, *names)
+        halved, *kept, chain = written(answers, *names)
         _check_halved(halved)
         _check_kept(dict(zip(names[1:5], kept, strict=True)))
         _check_chain(chain)
@@ -226,7 +183,7 @@ def check_work(answers: Answers) -> None:
             "step_operations",
             "places",
         )
-        slow, fast, short, long, step, places = typed(answers, *names)
+        slow, fast, short, long, step, places = written(answers, *names)
         _check_passes(slow, fast)
         _check_calls("short_calls", short, calls_of(6, 6))
         _check_calls("long_calls", long, calls_of(11, 5))
@@ -334,7 +291,7 @@ def _check_places(places: Any) -> None:
 def check_draft(answers: Answers) -> None:
     """Task 1: what is kept, what replaces the rest, and what a slip does."""
     with case("Task 1, draft"):
-        share, instead, sloppy, per_round = typed(
+        share, instead, sloppy, per_round = written(
             answers, "share", "instead", "sloppy", "per_round"
         )
         p = [0.4, 0.1, 0.5]
@@ -464,7 +421,7 @@ TYPICAL_SLIPS = {
 def check_typical(keep_typical: Answer, logits: Tensor, p: float) -> None:
     """Task 2: the right tokens stay, with the logits that they had."""
     before = logits.clone()
-    with forbid("keep_top_p", "keep_min_p", "keep_top_k"):
+    with forbid(keep_top_p, keep_min_p, keep_top_k):
         found = keep_typical(logits, p)
     assert logits.equal(before), "keep_typical changed its argument; return a new tensor"
     assert isinstance(found, Tensor), (
@@ -513,7 +470,7 @@ def _check_row(i: int, row: list[float], found: Tensor, p: float, slip: str) -> 
 def check_without_best(answers: Answers) -> None:
     """Task 2: a distribution whose best token is dropped."""
     with case("Task 2, without the best"):
-        [without_best] = typed(answers, "without_best")
+        [without_best] = written(answers, "without_best")
         chosen = numbers(without_best, "without_best")
         assert 2 <= len(chosen) <= 10, f"without_best has {len(chosen)} numbers, expected 2 to 10"
         assert min(chosen) > 0 and abs(sum(chosen) - 1) < 0.01, (
@@ -629,7 +586,7 @@ def check_batch(
     given = [list(row) for row in rows]
     # it makes every call slow
     alone_only: AbstractContextManager[None] = (
-        forbid("generate") if len(rows) == 1 else nullcontext()
+        forbid(*GENERATE) if len(rows) == 1 else nullcontext()
     )
     with case(name), alone_only:
         found = generate_batch(model, rows, n, stop, pad)
@@ -821,7 +778,7 @@ def all_cuts(data: bytes) -> Iterator[list[bytes]]:
 
 def check_streams(stream_until: Answer) -> None:
     """Task 4: the streams of the visible test."""
-    with case("Task 4"), forbid("until_stop", "whole_characters"):
+    with case("Task 4"), forbid(*STREAM):
         check_stream(stream_until, [b"one ", b"two", b" three"], [])
         check_stream(stream_until, [b"one S", b"TO", b"P two"], ["STOP"])
         check_stream(stream_until, [b"one ST", b"ART", b" two"], ["STOP"])
@@ -999,7 +956,7 @@ def check_searches(beam_search: Answer) -> None:
 def check_uses(answers: Answers) -> None:
     """Task 5: search or chance, for five purposes."""
     with case("Task 5, uses"):
-        [uses] = typed(answers, "uses")
+        [uses] = written(answers, "uses")
         assert isinstance(uses, dict) and set(uses) == set("ABCDE"), (
             f'uses is {uses!r}, expected a dict with "A" to "E"'
         )

@@ -2,66 +2,33 @@
 
 import json
 import math
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llm_course.pages.checking import Answer, case, forbid, is_close
+from llm_course.training.bands import Band
+from llm_course.training.diagnosis import losses_by_offset
+
 Curve = list[tuple[float, float]]
-READY_MADE = ("Band", "losses_by_offset", "model_card")
 
 
-@contextmanager
-def written_by_hand() -> Iterator[None]:
-    """Refuse calls of the package's own functions that an exercise asks for."""
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_qualname
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith(READY_MADE) and module.startswith("llm_course."):
-            raise AssertionError(
-                f"your code calls the ready-made {name}: here you write it yourself"
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the answer returns; an AssertionError names what it raised."""
-    try:
-        with written_by_hand():
-            return function(*arguments, **options)
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"your code raised {type(error).__name__}: {error}") from error
-
-
-def is_close(found: Any, expected: float, *, within: float = 1e-6) -> bool:
-    """Whether `found` is this number, up to a relative error."""
-    try:
-        return math.isclose(float(found), expected, rel_tol=within, abs_tol=1e-9)
-    except (TypeError, ValueError):
-        return False
+def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
+    """What the answer returns, without help from the package."""
+    with case(getattr(answer, "__name__", "your answer")), forbid(Band, losses_by_offset):
+        return answer(*arguments, **options)
 
 
 # ------------------------------------------------------------------------------------- task 1
 
 
 def check_how_far(
-    how_far: Callable[..., Any], *, loss: float, bytes_per_token: float, size: int, entropy: float
+    how_far: Answer, *, loss: float, bytes_per_token: float, size: int, entropy: float
 ) -> None:
     """`how_far(loss, bytes_per_token, vocab_size, entropy)`: three numbers."""
     found = call(how_far, loss, bytes_per_token, size, entropy)
@@ -107,7 +74,7 @@ def _seconds(steps: int, eval_interval: int, save_interval: int, costs: Sequence
     return steps * step + times
 
 
-def check_plan(plan: Callable[..., Any], *, seconds: float, costs: Sequence[float]) -> None:
+def check_plan(plan: Answer, *, seconds: float, costs: Sequence[float]) -> None:
     """`plan(seconds, step, validation, save, most_lost=..., share=...)`: a dictionary."""
     step, validation, save = costs
     most_lost = 20.0
@@ -176,7 +143,7 @@ def bent(curve: Curve, factor: float, *, start: int = 0, stop: int | None = None
     return [(x, y * factor if i in places else y) for i, (x, y) in enumerate(curve)]
 
 
-def check_judge(judge: Callable[..., Any], *, seed: int) -> None:
+def check_judge(judge: Answer, *, seed: int) -> None:
     """`judge(reference, run)`: "inside", "above" or "below"."""
     reference = healthy_curves(6, first_seed=10 * seed)
     middle = [
@@ -241,7 +208,7 @@ def counting_rows(num: int, length: int, *, seed: int, vocab_size: int = 97) -> 
     return (start + step * torch.arange(length)) % vocab_size
 
 
-def check_what_it_predicts(what_it_predicts: Callable[..., Any], *, seed: int, length: int) -> None:
+def check_what_it_predicts(what_it_predicts: Answer, *, seed: int, length: int) -> None:
     """`what_it_predicts(model, ids)`: the offset of the token that the model has learned."""
     ids = counting_rows(5, length, seed=seed)
     for offset in (1, 2, 0, -1, 3):
@@ -288,7 +255,7 @@ def write_run(folder: str | Path) -> None:
     (root / "metrics.jsonl").write_text(text + cut, encoding="utf-8")
 
 
-def check_card_faults(card_faults: Callable[..., Any], changes: Mapping[str, Any]) -> None:
+def check_card_faults(card_faults: Answer, changes: Mapping[str, Any]) -> None:
     """`card_faults(card, run_dir)`: the names of the claims that the folder doesn't confirm."""
     with tempfile.TemporaryDirectory() as folder:
         write_run(folder)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from typing import Any
@@ -13,45 +13,20 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LinearLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from llm_course.pages.checking import case, written
+from llm_course.pages.checking import Answer, case, expect, expect_number, written
 from llm_course.text.batches import IGNORE_INDEX
 from llm_course.text.data import BaseDataModule
 from llm_course.training.config import Config, OptimizationConfig
 from llm_course.training.task import RegressionTask, StepOutput
 
-Answer = Callable[..., Any]
 Numbers = dict[str, tuple[float, dict[float, str]]]
 Batch = dict[str, Tensor]
 F64 = torch.float64
 
 
-def expect_number(value: Any, name: str) -> float:
-    """`value` as a float: Python's numbers, or a tensor with one number."""
-    try:
-        assert not isinstance(value, str | bool)
-        return float(value)
-    except (AssertionError, RuntimeError, TypeError, ValueError):
-        raise AssertionError(f"{name} is {value!r}, expected a number") from None
-
-
-def expect(actual: Any, expected: Tensor, message: str, atol: float = 1e-9) -> None:
-    """Compare type, shape and numbers; `message` says where to look if only numbers differ."""
-    assert isinstance(actual, Tensor), (
-        f"expected a tensor, got {type(actual).__name__}: does the function return its result?"
-    )
-    assert actual.shape == expected.shape, (
-        f"the shape is {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    )
-    assert actual.dtype == expected.dtype, (
-        f"the dtype is {actual.dtype}, expected {expected.dtype}, that of the input"
-    )
-    assert not actual.isnan().any(), (
-        f"{int(actual.isnan().sum())} of {actual.numel()} numbers are NaN: {message}"
-    )
-    off = (actual - expected).abs()
-    assert torch.allclose(actual, expected, atol=atol, rtol=1e-6), (
-        f"{message} (largest difference {off.max():.2g})"
-    )
+def _expect(actual: Any, expected: Tensor, message: str, atol: float = 1e-9) -> None:
+    """Most numbers here are of double precision."""
+    expect(actual, expected, message, rtol=1e-6, atol=atol)
 
 
 # ---------------------------------------------------------------------- 1, three micro-batches
@@ -238,7 +213,7 @@ def compare_steps(
     theirs = _torch_steps(values, rows, changes, **USUAL | settings)
     for shape, found, right in zip(shapes, ours, theirs, strict=True):
         with case(f"{what}, the tensor of shape {tuple(shape)}, {steps} steps"):
-            expect(found, right, f"torch.optim.AdamW is elsewhere: {why}")
+            _expect(found, right, f"torch.optim.AdamW is elsewhere: {why}")
 
 
 def _first_steps(optimizer: Answer) -> None:
@@ -249,7 +224,7 @@ def _first_steps(optimizer: Answer) -> None:
         "a vector with a gradient did not move: change the tensor in place"
     )
     with case("the first step of a vector, lr=0.1"):
-        expect(
+        _expect(
             moved,
             torch.tensor([-0.1, -0.1, 0.1], dtype=F64),
             "every weight moves by lr, whatever its gradient: is v the mean of the squares, and"
@@ -265,7 +240,7 @@ def _first_steps(optimizer: Answer) -> None:
     with case("one step with gradients of zero, p = 3, lr = 0.1, decay 0.5"):
         assert (vector == 3).all(), f"a vector went from 3 to {vector[0]:.4g}: {only}"
         assert scalar == 3, f"a single number went from 3 to {scalar:.4g}: {only}"
-        expect(
+        _expect(
             matrix,
             torch.full((2, 2), 2.85, dtype=F64),
             f"a matrix goes from 3 to 3 (1 - 0.1 * 0.5), here to {matrix[0, 0]:.4g}: decay is"
@@ -282,7 +257,7 @@ def _corners(optimizer: Answer) -> None:
     one = torch.ones(1, 1, dtype=F64)
     [moved] = adam_steps(optimizer, [three], [[one]], lr=0.1, weight_decay=0.5)
     with case("one step with a gradient of 1, p = 3, lr = 0.1, decay 0.5"):
-        expect(
+        _expect(
             moved,
             torch.full((1, 1), 2.75, dtype=F64),
             "the weight is shrunk first, to 2.85, and then moved by 0.1; here it ends at"
@@ -292,7 +267,7 @@ def _corners(optimizer: Answer) -> None:
     small = torch.full((1,), 1e-4, dtype=F64)
     [tiny] = adam_steps(optimizer, [torch.zeros(1, dtype=F64)], [[small]], lr=1.0, eps=1e-4)
     with case("a gradient as small as eps, lr=1"):
-        expect(
+        _expect(
             tiny,
             torch.tensor([-0.5], dtype=F64),
             f"it moves by half of lr, here by {-tiny.item():.4g}: eps is added outside the root",
@@ -325,7 +300,7 @@ def task2_adamw(optimizer: Answer) -> None:
         [theirs] = _torch_steps(start, rows, **USUAL)
         with case("a vector with the gradients 1 and then 0"):
             why = "a gradient of zero is a gradient: its step is counted, and m still moves the"
-            expect(ours, theirs, f"{why} weight")
+            _expect(ours, theirs, f"{why} weight")
 
 
 # ---------------------------------------------------------------------- 3, Muon
@@ -391,7 +366,7 @@ def check_orthogonal(
                 "the first digits are right, the others are not: is anything computed in bfloat16,"
                 " or added to the norm?"
             )
-        expect(found, right, why, 1e-5)
+        _expect(found, right, why, 1e-5)
 
 
 def task3_orthogonalize(orthogonalize: Answer) -> None:
@@ -408,13 +383,13 @@ def task3_orthogonalize(orthogonalize: Answer) -> None:
         with case("orthogonalize, a stack (4, 3, 5)"):
             ones = torch.stack([orthogonalize(matrix, 3) for matrix in stack])
             own = "a stack is four matrices, each with its own norm"
-            expect(orthogonalize(stack, 3), ones, own, 1e-5)
+            _expect(orthogonalize(stack, 3), ones, own, 1e-5)
         with case("orthogonalize, the same stack times 1e-4, as small as gradients are"):
             size = "the result does not depend on the size of G: where is its norm cut off?"
-            expect(orthogonalize(1e-4 * stack, 3), ones, size, 1e-3)
+            _expect(orthogonalize(1e-4 * stack, 3), ones, size, 1e-3)
         with case("orthogonalize, a zero matrix"):
             why = "zero divided by its norm: keep the norm away from 0"
-            expect(orthogonalize(torch.zeros(3, 2), 15), torch.zeros(3, 2), why)
+            _expect(orthogonalize(torch.zeros(3, 2), 15), torch.zeros(3, 2), why)
 
 
 def hidden_orthogonalize(orthogonalize: Answer) -> None:
@@ -423,18 +398,18 @@ def hidden_orthogonalize(orthogonalize: Answer) -> None:
     check_orthogonal(orthogonalize, [2.0, 1.9, 1.8, 1.7], 4, 6, 15, "well conditioned")
     scaled = with_singular_values([5e3, 2e3], 3, 2)[0]
     with case("orthogonalize, the same matrix a million times larger"):
-        expect(orthogonalize(scaled * 1e6, 9), orthogonalize(scaled, 9), NORM, 1e-5)
+        _expect(orthogonalize(scaled * 1e6, 9), orthogonalize(scaled, 9), NORM, 1e-5)
     mixed = torch.stack([torch.zeros(2, 3), torch.ones(2, 3)])
     with case("orthogonalize, a stack with one zero matrix, float32"):
         found = orthogonalize(mixed, 15)
-        expect(found[0], torch.zeros(2, 3), "a zero matrix stays zero", 1e-6)
+        _expect(found[0], torch.zeros(2, 3), "a zero matrix stays zero", 1e-6)
         right = torch.full((2, 3), 1 / math.sqrt(6))
-        expect(found[1], right, "the matrix of ones has one singular value", 1e-5)
+        _expect(found[1], right, "the matrix of ones has one singular value", 1e-5)
     generator = torch.Generator().manual_seed(4)
     deep = torch.randn(2, 3, 4, 3, generator=generator, dtype=F64)
     with case("orthogonalize, no dimension of a stack, and two"):
         one = orthogonalize(deep[1, 2], 4)
-        expect(orthogonalize(deep, 4)[1, 2], one, "each matrix of a stack by itself", 1e-5)
+        _expect(orthogonalize(deep, 4)[1, 2], one, "each matrix of a stack by itself", 1e-5)
 
 
 def _stack_of(values: Sequence[float], shape: tuple[int, ...], seed: int) -> Tensor:
@@ -478,14 +453,14 @@ def check_step(
         right = p * (1 - lr * decay) - lr * 0.2 * math.sqrt(max(shape[-2:])) * (U @ Vt)
         in_place = "must be changed in place"
         assert not torch.equal(kept, buffer), f"the buffer is as before: it {in_place}"
-        expect(
+        _expect(
             kept,
             right_buffer,
             "the buffer becomes momentum * buffer + (1 - momentum) * g; momentum is 0.95 unless"
             " told",
         )
         assert not torch.equal(moved, p), f"p is as before: it {in_place}"
-        expect(moved, right, why, 1e-5)
+        _expect(moved, right, why, 1e-5)
 
 
 def task3_step(muon_step: Answer) -> None:

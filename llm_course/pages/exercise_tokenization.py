@@ -3,52 +3,18 @@
 import json
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from llm_course.pages.checking import Answer, Answers, case, forbid, written
 from llm_course.text import bpe as package
 from llm_course.text.merging import PairIndex, merge_by_rank
 from llm_course.text.tokenization import ByteBPETokenizer
 
-Answers = Mapping[str, Any]  # the names of the notebook: `globals()`
-Answer = Callable[..., Any]  # a function or class that a student wrote
 Pair = tuple[int, int]
 
 READY_MADE = (package.apply_merges, package.learn_merges, merge_by_rank, PairIndex.most_frequent)
-
-
-@contextmanager
-def case(name: str) -> Iterator[None]:
-    """Say in which case a test failed, also when your code raised an error of its own."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
-    except Exception as error:
-        raise AssertionError(f"{name}: your code raised {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def forbid(*functions: Any) -> Iterator[None]:
-    """Refuse calls of these functions, whatever name they were imported under."""
-    codes = {function.__code__: function.__name__ for function in functions}
-
-    def watch(frame: Any, event: str, called: Any) -> None:
-        if event == "call" and frame.f_code in codes:
-            raise AssertionError(
-                f"your code calls the ready-made {codes[frame.f_code]}; in this task you write it"
-                " yourself"
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 def spell(merges: Iterable[Pair]) -> list[bytes]:
@@ -538,18 +504,10 @@ def whole_numbers(name: str, ids: Any) -> list[int]:
     return ids
 
 
-def mended_class(answers: Answers) -> Any:
-    """The student's class."""
-    assert "MendedTokenizer" in answers, (
-        "write the class MendedTokenizer in the cell above and run it"
-    )
-    return answers["MendedTokenizer"]
-
-
 def check_white_space(answers: Answers) -> None:
     """Task 4: nothing is lost between words, in training and in encoding."""
     with case("Task 4, white space"):
-        MendedTokenizer = mended_class(answers)
+        [MendedTokenizer] = written(answers, "MendedTokenizer")
         text = "deep water, deep sea, deep  blue sea\n"
         judge = ByteBPETokenizer.train([text], vocab_size=256 + 8, special_tokens=())
         bare = MendedTokenizer.train(text, 0)
@@ -625,7 +583,7 @@ def _check_whole_text(MendedTokenizer: Any) -> None:
 def check_decode(answers: Answers) -> None:
     """Task 4: characters of several bytes, and bytes that are no text."""
     with case("Task 4, decode"):
-        MendedTokenizer = mended_class(answers)
+        [MendedTokenizer] = written(answers, "MendedTokenizer")
         bare = MendedTokenizer.train("", 0)
         judge = ByteBPETokenizer.train([], vocab_size=256, special_tokens=())
         for sample in ("deep", "深", "naïve café", "\N{SLIGHTLY SMILING FACE}"):
@@ -652,7 +610,7 @@ def check_decode(answers: Answers) -> None:
 def check_file(answers: Answers) -> None:
     """Task 4: the same ids after saving and loading."""
     with case("Task 4, save and load"):
-        MendedTokenizer = mended_class(answers)
+        [MendedTokenizer] = written(answers, "MendedTokenizer")
         mended = MendedTokenizer.train("ababab", 2)
         saved = mended.to_json()
         assert isinstance(saved, str), f"to_json returned {type(saved).__name__}, expected a str"
@@ -689,7 +647,7 @@ def ratio(train_on: str, measure_on: str, num_merges: int) -> float:
 def check_evaluate(answers: Answers) -> None:
     """Task 4: training and measuring use different parts of the text."""
     with case("Task 4, evaluate"):
-        MendedTokenizer = mended_class(answers)
+        [MendedTokenizer] = written(answers, "MendedTokenizer")
         one_word = (
             "abcdefghi" * 10 + "abcqxqxqxq"
         )  # no white space, so this test looks at nothing else
