@@ -12,7 +12,7 @@ INSTALL_CHROMIUM = $(if $(filter 0,$(shell id -u)),,sudo -n) apt-get install --y
 
 HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's copy of the course has no solutions
 
-.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full bands faults release clean
+.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full bands faults scaling release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,9 @@ bands: $(VENV)/.dev  ## Record again what healthy runs look like, for `llm-cours
 
 faults: $(VENV)/.dev  ## Plant mistakes in runs, and see whether `llm-course check-run` names them, in some minutes
 	$(BIN)/python -m tests.faults
+
+scaling: $(VENV)/.dev  ## Make the runs of chapter 22 again, fit their law and test its prediction, in a quarter of an hour
+	$(BIN)/python scripts/scaling.py
 
 release: $(VENV)/.dev  ## Build the wheel and the source distribution, as a tag does: dist/
 	rm -rf dist
