@@ -69,7 +69,7 @@ feedback: $(VENV)/.dev  ## Write grades and feedback again, after `make formgrad
 similar: $(VENV)/.dev  ## List answers that resemble each other: make similar DIR=FOLDER
 	$(BIN)/python scripts/exercises.py similar "$(DIR)"
 
-grade-all: $(VENV)/.dev  ## Grade a right and a wrong copy of every exercise, and every attack on the grader
+grade-all: $(VENV)/.dev  ## Grade a right and a wrong copy of every exercise, and try every attack on the grader
 	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
 
 bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md
