@@ -130,5 +130,6 @@ class MultiHeadAttention(AttentionBase):
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)  # (B, K, T, D) -> (B, K, S, D)
         arguments = self.attention_arguments(q, k, v, mask, cached=cache is not None)
+        # scaled_dot_product_attention, without checking the arguments again
         y = _attend(q, k, v, **arguments)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)

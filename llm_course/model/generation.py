@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checks import check_dtype, check_lists, check_shape, check_sizes
 from .cache import KVCache
+from .config import ModelConfig
 from .decoder import DecoderModel
 from .sampling import Filters, check_sampling, sample
 from ..text.tokenization import BaseTokenizer
@@ -161,6 +162,12 @@ def _next_logits(model: DecoderModel) -> Callable[[Tensor, Tensor, Tensor | None
     return call
 
 # %% ../../nbs/10c_generation.ipynb #8c078390
+def _empty_cache(config: ModelConfig, length: int) -> KVCache:
+    """A cache for `length` positions that forgets what no window of the model reaches."""
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    return KVCache(length, windows=windows)
+
+
 def _newest(ids: Tensor, mask: Tensor, context: int, keep: int) -> tuple[Tensor, Tensor]:
     """Cut rows of more than `context` tokens to their newest `keep`.
 
@@ -176,12 +183,11 @@ def _begin(
     model: DecoderModel, ids: Tensor, mask: Tensor, *, keep: int, remaining: int
 ) -> tuple[Tensor, Tensor, Tensor, KVCache]:
     """Rows cut to the context, their mask and positions, and a cache for `remaining` new tokens."""
-    config = model.config
-    context = config.max_position_embeddings
+    context = model.config.max_position_embeddings
     ids, mask = _newest(ids, mask, context, keep)
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)  # each row counts its own tokens
-    windows = [config.window_of(layer) for layer in range(config.num_layers)]
-    return ids, mask, position_ids, KVCache(min(context, ids.shape[1] + remaining), windows=windows)
+    cache = _empty_cache(model.config, min(context, ids.shape[1] + remaining))
+    return ids, mask, position_ids, cache
 
 # %% ../../nbs/10c_generation.ipynb #84abfc59
 @torch.no_grad()
@@ -202,23 +208,31 @@ def _write_tokens(
     finished = torch.zeros_like(mask[:, 0])
     cache: KVCache | None = None
     for remaining in range(max_new_tokens, 0, -1):
-        if cache is None or cache.length == context:  # by now a full row has context + 1 tokens
+        # begin, or begin again: by now a full row has context + 1 tokens
+        if cache is None or cache.length == context:
             keep = context if cache is None else (context + 1) // 2
             ids, mask, position_ids, cache = _begin(
                 model, ids, mask, keep=keep, remaining=remaining
             )
             feed = ids
             padded = not mask.all()
+
+        # choose
         logits = next_logits(feed, position_ids, mask if padded else None, cache)
         token = sample(logits, seen=seen, **choice)  # (B,)
         if pad_token_id is not None:
             token = token.masked_fill(finished, pad_token_id)
+
+        # hand it out
         yield token
 
+        # who has finished?
         if stops:
             finished = finished | torch.isin(token, torch.tensor(stops, device=ids.device))
             if finished.all():
                 return
+
+        # move on
         if seen is not None:
             seen.scatter_(1, token[:, None], True)
         feed = token[:, None]

@@ -287,20 +287,6 @@ def after_strange_batch(
     return losses
 
 
-def show_strange(curves: Mapping[str, Sequence[float]]) -> None:
-    """Validation losses around the strange batch, which is step 1."""
-    plt.figure(figsize=(6, 2.8))
-    for (name, losses), style in zip(curves.items(), ("o-", "s--"), strict=True):
-        plt.plot(range(len(losses)), losses, style, ms=3, label=name)
-    plt.axvline(1, color="tab:red", lw=1, ls=":")
-    plt.annotate("the strange batch", (1.2, plt.ylim()[0]), color="tab:red", va="bottom")
-    plt.xlabel("optimizer step")
-    plt.ylabel("validation loss")
-    plt.legend(fontsize=8)
-    plt.title("One strange batch in 24, with and without clipping")
-    plt.show()
-
-
 # --------------------------------------------------------------------------------- half precision
 
 SMALLEST = 2.0**-24  # what float16 can tell from 0
@@ -462,7 +448,9 @@ def _draw_list(ax: Axes, moments: Sequence[Moment], moment: int) -> None:
         indent = 0.3 * (each.name not in ("on_train_start", "on_train_end"))
         indent += 0.3 * (each.name in ("on_batch_end", "the update"))
         weight = "bold" if lit else "normal"
-        ax.text(0.25 + indent, -i, name, color=color, weight=weight, fontsize=9, va="center")
+        ax.text(
+            0.25 + indent, -i, f"{i}. {name}", color=color, weight=weight, fontsize=9, va="center"
+        )
         ax.plot(0.1, -i, "o" if i <= moment else ".", color=color, ms=9 if lit else 5)
     ax.set_xlim(0, 3)
     ax.set_ylim(-len(moments), 1)
@@ -474,6 +462,7 @@ def _draw_list(ax: Axes, moments: Sequence[Moment], moment: int) -> None:
 STRANGE_STEP = 8
 STRANGE_WORD = 300
 SGD_RATE = 0.3
+LOSSES = (4.3, 9.7)  # the same axis for all settings
 
 
 @functools.cache
@@ -509,17 +498,21 @@ def run_with(accumulation: int, *, clipping: bool, optimizer: str = "AdamW") -> 
 
 
 def show_settings(accumulation: int, *, clipping: bool, optimizer: str) -> None:
-    """Loss and gradient norm of each step, beside those of windows of four, clipped."""
-    usual = run_with(4, clipping=True, optimizer=optimizer)  # in grey
+    """Loss and gradient norm of each step, beside those of windows of one, clipped."""
+    usual = run_with(1, clipping=True, optimizer=optimizer)
     chosen = run_with(accumulation, clipping=clipping, optimizer=optimizer)
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3))
     columns = {"loss": "loss per word, nats", "grad_norm": "norm before clipping"}
     for ax, (name, label) in zip(axes, columns.items(), strict=True):
-        ax.plot(usual.column("step"), usual.column(name), color="gray", lw=4, alpha=0.4)
-        ax.plot(chosen.column("step"), chosen.column(name), "o-", ms=4)
+        steps = usual.column("step")
+        of_usual = "windows of 1, clipped at 1"
+        ax.plot(steps, usual.column(name), color="gray", lw=4, alpha=0.4, label=of_usual)
+        ax.plot(steps, chosen.column(name), "o-", ms=4, label="your choice")
         ax.axvline(STRANGE_STEP, color="tab:red", lw=1, ls=":")
         ax.set(xlabel="optimizer step", ylabel=label)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_ylim(LOSSES)
+    axes[0].legend(fontsize=8)
     if clipping:
         axes[1].axhline(1, color="tab:green", lw=1, ls="--")
     how = "clipped at 1" if clipping else "not clipped"

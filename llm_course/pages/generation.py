@@ -294,7 +294,8 @@ def show_rules(
 ) -> dict[tuple[str, str], int]:
     """What each rule leaves of each row of logits (1, V), by rank; returns how many tokens."""
     counts = {}
-    fig, axes = plt.subplots(len(rows), len(rules), figsize=(7, 3.2), sharex=True, sharey="row")
+    size = (7, 1.6 * len(rows))
+    fig, axes = plt.subplots(len(rows), len(rules), figsize=size, sharex=True, sharey="row")
     for line, (place, logits) in zip(axes, rows.items(), strict=True):
         for ax, (name, rule) in zip(line, rules.items(), strict=True):
             left = rule(logits).softmax(-1)[0].sort(descending=True).values
@@ -329,7 +330,7 @@ def show_reach(
     right.set_ylabel("difference of the texts", color="tab:orange")
     right.set_ylim(-0.03, 1.05)
     left.legend(fontsize=8, loc="lower center")
-    left.set_title("Hotter stories differ more and break sooner")
+    left.set_title("A little heat helps; too much breaks the story")
     plt.show()
 
 

@@ -287,7 +287,7 @@ class TrainingEngine(StoppableEngine):
         for window in self.windows(epoch):
             metrics = self.optimizer_step(window)
             if self.state.batch == epoch.num_batches:
-                self.state.begin_next_epoch()
+                self.state.begin_next_epoch()  # from here on, state.batch is 0
             if self.validation_is_due:
                 metrics |= self.validate()
             self.callbacks.call("on_step_end", self, metrics)
@@ -295,5 +295,5 @@ class TrainingEngine(StoppableEngine):
             if self.done:
                 break
         epoch.check_end(self.state, done=self.done)
-        if self.state.batch == 0:
+        if self.state.batch == 0:  # the epoch is complete, not merely stopped
             self.callbacks.call("on_epoch_end", self)
