@@ -12,6 +12,7 @@ What only a kernel can tell, `make nightly` asks: there nbval runs every page in
 import difflib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -93,6 +94,8 @@ def run_page(path: Path, **options) -> bool:
 
 
 def _run_and_exit(path: Path, options: dict) -> None:
+    # as in a kernel; a shell may have started this in its background, where Ctrl-C is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         passed = run_page(path, **options)
