@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from warm import warm_processes
 
 from llm_course.cli import main as cli
 from llm_course.model.config import ModelConfig
@@ -198,6 +199,7 @@ def test_what_does_not_fit_the_source_is_refused(folder, parts, words):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@warm_processes()
 def test_every_process_begins_with_the_model(folder, strategy):
     source = train_worker(settings("source"))
     two = DistributedConfig(world_size=2, strategy=strategy)
@@ -563,6 +565,7 @@ def test_a_trainer_is_a_run(folder):
         trainer.train(resume=True)
 
 
+@warm_processes()
 def test_a_large_scale_trainer_shares_the_model_out(folder):
     alone = settings("alone", steps=4)
     both = replace(alone, run_dir="both", training=replace(alone.training, batch_size=2))
@@ -573,6 +576,7 @@ def test_a_large_scale_trainer_shares_the_model_out(folder):
     assert result.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=1e-4)
 
 
+@warm_processes()
 def test_processes_meet_where_they_are_told(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
