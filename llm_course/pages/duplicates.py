@@ -1,4 +1,4 @@
-"""What the page on cleaning measures and draws: sketches of sets, bands, and what a leak is worth."""
+"""What the page on cleaning measures and draws: sketches, bands, and what a leak is worth."""
 
 import lzma
 import random
