@@ -976,7 +976,7 @@ def command(folder: Path, signal_at: tuple[str, int] = ("never", 0), **words: An
         with (
             patch.dict("llm_course.training.train.AVAILABLE_TASKS", regression=Watched),
             patch("llm_course.training.run.matmul_flops", return_value=1e9),
-            patch("llm_course.training.callbacks.plot_losses"),
+            patch("llm_course.training.reports.plot_losses"),
         ):
             return main(
                 [
