@@ -25,6 +25,7 @@ from llm_course.text.batches import (
     batch_loader,
     shift,
 )
+from llm_course.text.tokenization import CHAT_TOKENS, SPECIAL_TOKENS, BPETokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
@@ -528,3 +529,80 @@ def test_shift_refuses_other_shapes():
             shift(ids)
     with pytest.raises(ValueError, match="targets has shape .2,., expected .3."):
         shift(torch.arange(3), torch.arange(2))
+
+
+# ---------------------------------------------------------------- faults that no loss shows
+
+END, PAD = 0, 10
+
+
+def fit(batch, *, second_shift=False):
+    """A table that looks at the last token only, trained for a hundred steps; and its losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 16), torch.nn.Linear(16, 11))
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    losses = []
+    for _ in range(100):
+        logits, labels = model(batch["input_ids"]), batch["labels"]
+        if second_shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def written_by(model, start, most=12):
+    text = [start]
+    while len(text) < most and text[-1] != END:
+        text.append(model(torch.tensor(text[-1])).argmax().item())
+    return text
+
+
+def supervised(texts):
+    rows = [(text[:1], text[1:]) for text in texts]
+    return SupervisedDataset(rows, pad_token_id=PAD, max_length=40).__getitems__(range(len(rows)))
+
+
+def test_a_second_shift_has_as_good_a_loss_and_counts_by_two():
+    circle = PackedDataset(np.arange(201) % 10, sequence_length=20).__getitems__(range(10))
+    (once, losses), (twice, other) = fit(circle), fit(circle, second_shift=True)
+    assert max(losses[-1], other[-1]) < 0.01
+    assert written_by(once, 1, 6) == [1, 2, 3, 4, 5, 6]
+    assert written_by(twice, 1, 6) == [1, 3, 5, 7, 9, 1]
+
+
+def test_an_end_that_is_masked_with_the_padding_is_never_written():
+    countdowns = [[*range(n, 0, -1), END] for n in (5, 9, 3, 7, 2, 9, 4, 6)]
+    ours = supervised(countdowns)
+    masked = ours | {"labels": ours["labels"].masked_fill(ours["labels"] == END, IGNORE_INDEX)}
+    assert written_by(fit(ours)[0], 9) == [*range(9, 0, -1), END]
+    model, losses = fit(masked)
+    assert losses[-1] < 0.05
+    assert all(written_by(model, start)[-1] != END for start in range(1, 10))
+
+
+def test_padding_that_counts_flatters_the_loss_and_not_the_model():
+    rng = np.random.default_rng(0)
+    noise = [rng.integers(1, 10, size=rng.integers(2, 21)).tolist() for _ in range(200)]
+    honest = supervised(noise)
+    width = honest["input_ids"].shape[1]
+    rows = [torch.tensor([*text, *[PAD] * (width + 1 - len(text))]) for text in noise]
+    expected = fit(honest)[1][-1]  # nobody can foresee the digits: about ln 9
+    model, losses = fit(shift(torch.stack(rows)))
+    logits = model(honest["input_ids"])
+    true = F.cross_entropy(logits.flatten(0, 1), honest["labels"].flatten()).item()
+    assert losses[-1] < 0.7 * expected < expected < true
+
+
+def test_an_answer_that_begins_with_a_line_break_hides_where_the_prompt_ends():
+    text = "user\n\n\nTwo and two?\n\n\nassistant\n\n\nFour.\n\n\nA fruit?\n\n\nAn apple."
+    special = [*SPECIAL_TOKENS, *CHAT_TOKENS]
+    tokenizer = BPETokenizer.train([text] * 2, vocab_size=280, special_tokens=special)
+    question = {"role": "user", "content": "Two and two?"}
+    prompt = tokenizer.encode_chat([question], add_generation_prompt=True)
+    for answer, is_prefix in (("Four.", True), ("\n\nFour.", False)):
+        whole = tokenizer.encode_chat([question, {"role": "assistant", "content": answer}])
+        assert (whole[: len(prompt)] == prompt) == is_prefix

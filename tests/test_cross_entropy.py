@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from llm_course.model.cross_entropy import linear_cross_entropy, loss_and_gradients
+from llm_course.model.cross_entropy import linear_cross_entropy
 from llm_course.model.kernels.cross_entropy import (
     cross_entropy_saved_bytes,
     cross_entropy_working_bytes,
     fused_loss_and_gradients,
+    loss_and_gradients,
 )
 from llm_course.text.batches import IGNORE_INDEX
 

@@ -69,7 +69,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     # the total probability of all better tokens
     before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
     dropped = before >= p  # in order of probability
-    dropped[..., 0] = False  # the best token stays, even if p is 0 in float32
+    dropped[..., 0] = False  # `roll` put the total of all here, but the best token always stays
     return logits.masked_fill(torch.empty_like(dropped).scatter_(-1, index, dropped), -math.inf)
 
 # %% ../../nbs/10b_sampling.ipynb #8766111d

@@ -71,7 +71,7 @@ def fault_in(text: str) -> str:
     try:
         read_story(text, "easy")
     except Impossible as fault:
-        why = fault.why or f"a story would say {fault.expected[0].strip()!r} here, or the like"
+        why = fault.why or f"expected something like {fault.expected[0].strip()!r} here"
         return f"[{why}]"
     return ""
 

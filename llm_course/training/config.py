@@ -260,7 +260,7 @@ class DistributedConfig:
         """How many of `world_size` processes share one model, and read the same rows."""
         return (self.model_parallel_size or world_size) if self.divides_model else 1
 
-
+# %% ../../nbs/12a_config.ipynb #daa67c75
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """Which checkpoints are kept on disk, and where.

@@ -243,14 +243,14 @@ class StoppableEngine(ValidatingEngine):
         self.stop_reason = agree_to_stop(self.runtime, self._stop_asked)
 
     def start(self) -> None:
-        """Set up what isn't yet. ValueError if the last run ended inside a step."""
+        """Set up the engine if needed. ValueError if the last run ended inside a step."""
         if not self.is_set_up:
             self.setup()
         check_between_steps(self)
         self.window.on_batch = batch_teller(self)
 
     def begin_epoch(self) -> Epoch:
-        """What is left to read of the current epoch. ValueError where no batch is left."""
+        """Return the unread rest of the current epoch. ValueError if no batch is left."""
         accumulation = self.config.training.gradient_accumulation_steps
         epoch = Epoch(self.data, self.state, self.runtime, accumulation)
         self.num_batches = epoch.num_batches
