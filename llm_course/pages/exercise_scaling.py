@@ -1,45 +1,19 @@
 """The visible checks of exercise 22, scaling: each says what is wrong with an answer."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-READY_MADE = ("llm_course.training.scaling", "llm_course.training.mup")
+from llm_course.pages.checking import Answer, case, forbid, is_close
+from llm_course.training import mup, scaling
 
 
-@contextmanager
-def written_by_hand() -> Iterator[None]:
-    """Refuse calls of the package's own functions that the exercise asks for."""
-
-    def watch(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "") in READY_MADE:
-            raise AssertionError(
-                f"your code calls the ready-made {frame.f_code.co_qualname}: here you write it"
-                " yourself"
-            )
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-
-
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the answer returns; an AssertionError names what it raised."""
-    try:
-        with written_by_hand():
-            return function(*arguments, **options)
-    except AssertionError:
-        raise
-    except Exception as error:
-        raise AssertionError(f"your code raised {type(error).__name__}: {error}") from error
+def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
+    """What the answer returns, without help from the package."""
+    with case(getattr(answer, "__name__", "your answer")), forbid(scaling, mup):
+        return answer(*arguments, **options)
 
 
 def pair(found: Any, names: str) -> tuple[float, float]:
@@ -53,14 +27,10 @@ def pair(found: Any, names: str) -> tuple[float, float]:
     return first, second
 
 
-def is_close(found: float, expected: float, within: float = 1e-6) -> bool:
-    return math.isclose(found, expected, rel_tol=within)
-
-
 # ------------------------------------------------------------------------------------- task 1
 
 
-def check_spend(spend: Callable[..., Any], budget: float, tokens_per_parameter: float) -> None:
+def check_spend(spend: Answer, budget: float, tokens_per_parameter: float) -> None:
     """`spend(budget, tokens_per_parameter)`: parameters and tokens."""
     N, D = pair(call(spend, budget, tokens_per_parameter), "parameters, tokens")
     assert N > 0 and D > 0, f"{N:,.0f} parameters and {D:,.0f} tokens: both must be positive"
@@ -83,9 +53,7 @@ def check_spend(spend: Callable[..., Any], budget: float, tokens_per_parameter: 
 # ------------------------------------------------------------------------------------- task 2
 
 
-def check_line(
-    line: Callable[..., Any], N: Sequence[float], losses: Sequence[float], floor: float
-) -> None:
+def check_line(line: Answer, N: Sequence[float], losses: Sequence[float], floor: float) -> None:
     """`line(N, losses, floor)`: A and a of loss = floor + A / N**a."""
     A, a = pair(call(line, list(N), list(losses), floor), "A, a")
     x = np.log(N)
@@ -96,11 +64,11 @@ def check_line(
     assert not is_close(abs(a), -without) or is_close(slope, without), (
         "this is the exponent of the whole loss: take the floor away before the logarithm"
     )
-    assert is_close(a, -slope, 1e-3), (
+    assert is_close(a, -slope, within=1e-3), (
         f"a is {a:.4g}, expected {-slope:.4g}: the slope of log(loss - floor) over log N"
     )
-    assert not is_close(A, level, 1e-3), "A is still a logarithm: exp turns it back"
-    assert is_close(A, math.exp(level), 1e-3), (
+    assert not is_close(A, level, within=1e-3), "A is still a logarithm: exp turns it back"
+    assert is_close(A, math.exp(level), within=1e-3), (
         f"A is {A:.4g}, expected {math.exp(level):.4g}: exp of the line's height where log N is 0"
     )
 
@@ -108,7 +76,7 @@ def check_line(
 # ------------------------------------------------------------------------------------- task 3
 
 
-def check_slice(best: Callable[..., Any], N: Sequence[float], losses: Sequence[float]) -> None:
+def check_slice(best: Answer, N: Sequence[float], losses: Sequence[float]) -> None:
     """`best(N, losses)`: the size at the parabola's lowest point, and the loss there."""
     size, loss = pair(call(best, list(N), list(losses)), "size, loss")
     right_size, right_loss = _lowest(np.log(N), losses)
@@ -118,20 +86,20 @@ def check_slice(best: Callable[..., Any], N: Sequence[float], losses: Sequence[f
         f"{measured:,.0f} is the best of the sizes that were tried: the parabola's lowest point"
         " lies between them"
     )
-    assert not is_close(size, right_size, 1e-6), (
+    assert not is_close(size, right_size, within=1e-6), (
         "this is the logarithm of the size: exp turns it back"
     )
-    assert not is_close(size, linear_size, 1e-3), (
+    assert not is_close(size, linear_size, within=1e-3), (
         "this is a parabola over N: sizes differ by factors, so take it over log N"
     )
-    assert is_close(size, math.exp(right_size), 1e-3), (
+    assert is_close(size, math.exp(right_size), within=1e-3), (
         f"the size is {size:,.0f}, expected {math.exp(right_size):,.0f}: where the slope of the"
         " parabola over log N is zero"
     )
     assert not is_close(loss, min(losses)), (
         "this is the lowest loss that was measured: asked is the parabola's at its lowest point"
     )
-    assert is_close(loss, right_loss, 1e-3), (
+    assert is_close(loss, right_loss, within=1e-3), (
         f"the loss is {loss:.4f}, expected {right_loss:.4f}: the parabola at its lowest point"
     )
 
@@ -146,14 +114,12 @@ def _lowest(x: np.ndarray, losses: Sequence[float]) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------- task 4
 
 
-def check_served(
-    cheapest: Callable[..., Any], law: Mapping[str, float], target: float, served: float
-) -> None:
+def check_served(cheapest: Answer, law: Mapping[str, float], target: float, served: float) -> None:
     """`cheapest(law, target, served)`: parameters and tokens of the cheapest model."""
     N, D = pair(call(cheapest, dict(law), target, served), "parameters, tokens")
     assert N > 0 and D > 0, f"{N:,.0f} parameters and {D:,.0f} tokens: both must be positive"
     reached = law["E"] + law["A"] / N ** law["a"] + law["B"] / D ** law["b"]
-    assert is_close(reached, target, 1e-3), (
+    assert is_close(reached, target, within=1e-3), (
         f"this model reaches a loss of {reached:.4f}, and the target is {target:g}"
     )
     sizes, cost = _costs(law, target, served)
@@ -161,13 +127,15 @@ def check_served(
     mine = 6 * N * D + 2 * N * served
     if served:
         best_alone = alone[int(np.argmin(_costs(law, target, 0.0)[1]))]
-        assert not is_close(N, best_alone, 0.03), (
+        assert not is_close(N, best_alone, within=0.03), (
             f"{N:,.0f} parameters are the cheapest to train: serving {served:.1e} tokens costs"
             " 2 operations for each parameter and token, so a smaller model that reads more is"
             " cheaper in the end"
         )
         tripled = sizes[int(np.argmin(cost + 2 * 2 * sizes * served))]
-        assert not is_close(N, tripled, 0.03), "serving has no backward pass: it costs 2, not 6"
+        assert not is_close(N, tripled, within=0.03), (
+            "serving has no backward pass: it costs 2, not 6"
+        )
     assert mine <= 1.002 * cost.min(), (
         f"{N:,.0f} parameters cost {mine / cost.min():.2f} times as much as the cheapest model:"
         " training is 6 N D, serving 2 N times the tokens served"
@@ -197,9 +165,7 @@ KINDS = {
 SHAPES = {"table": 2, "hidden": 2, "vector": 1}
 
 
-def check_rates(
-    rates: Callable[..., Any], optimizer: str, width: int, base: int, rate: float = 0.01
-) -> None:
+def check_rates(rates: Answer, optimizer: str, width: int, base: int, rate: float = 0.01) -> None:
     """`rates(names, optimizer, width, base, rate)`: the learning rate of each parameter."""
     dims = {name: SHAPES[kind] for name, kind in KINDS.items()}
     found = call(rates, dict(dims), optimizer, width, base, rate)
