@@ -330,6 +330,11 @@ def title_faults(notebook: dict) -> list[str]:
     return [] if promise else ["the first cell must be `# Title` and then `> what it promises`"]
 
 
+def merge_faults(text: str) -> list[str]:
+    """The lines that a merge left for somebody to settle."""
+    return [line for line in text.splitlines() if re.match("(<{7}|>{7}) ", line)]
+
+
 def numbering_faults(stems: list[str]) -> list[str]:
     """A chapter's only page is NN_name; where there are several, they are NNa_, NNb_ and so on."""
     faults, letters = [], defaultdict(list)
@@ -440,6 +445,7 @@ def test_links_of_a_page_lead_somewhere(path):
 def test_page_is_titled_small_executed_and_clean(path):
     notebook = load(path)
     assert title_faults(notebook) == []
+    assert [fault for cell in notebook["cells"] for fault in merge_faults(source(cell))] == []
     assert path.stat().st_size <= 500_000
     assert output_faults(notebook) == []
 
@@ -486,6 +492,12 @@ def test_modules_are_mapped_to_chapters():
     }
     expected = {"llm_course.model.a": "03", "llm_course.model.b": "05"}
     assert modules_by_chapter(pages) == expected
+
+
+def test_planted_line_of_a_merge():
+    left = ["<" * 7 + " ours", ">" * 7 + " theirs"]
+    assert merge_faults("\n".join(["a", left[0], "=======", "b", left[1]])) == left
+    assert merge_faults("=======\n<<< not a conflict") == []
 
 
 def test_planted_circle():

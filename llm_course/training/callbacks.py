@@ -29,7 +29,7 @@ from .state import follow_schedule
 
 # %% ../../nbs/16a_callbacks.ipynb #33a0629d
 class SampleWriter(Callback):
-    """Let the model write a text every `interval` steps.
+    """Have the model write a sample every `interval` steps.
 
     `sample(model)` gets the model in evaluation mode and returns the text; the training run is not
     affected. The text goes to `samples.txt` and, as `sample`, to the metrics. Place it before
@@ -120,8 +120,8 @@ class EarlyStopping(_Patience):
 class LRSchedulerCallback(_Patience):
     """Multiply the schedule's learning rates by `factor` when `metric` stops improving.
 
-    That is, when it has not improved in `patience` validations. ValueError for a factor outside
-    (0, 1), and for a metric that no validation measures.
+    It has stopped when `patience` validations in a row bring no improvement. ValueError for a
+    factor outside (0, 1), and for a metric that no validation measures.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 # %% ../../nbs/18a_checkpointing.ipynb #b669ee93
 def _without_shared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to store, and for each further name of a stored one (tied weights) its first.
+    """The tensors to store, and a map from each extra name (of tied weights) to the stored one.
 
     Views that overlap in any other way are copied.
     """
@@ -180,7 +180,7 @@ def verify(path: str | Path) -> None:
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The state in a checkpoint folder, which is verified first.
 
-    ValueError where a file differs from the manifest, and where they hold no state.
+    ValueError if a file differs from the manifest, or if the files don't hold a run's state.
     """
     path = Path(path)
     verify(path)
@@ -221,7 +221,7 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     save_file(model, folder / "model.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    # safetensors gives its files to the owner alone: whoever may read state.json may read these
+    # safetensors lets only the owner read its files: give them the permissions of state.json
     for name in ("model", "optimizer"):
         with suppress(OSError):  # some file systems have no permissions
             shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
@@ -282,7 +282,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 # %% ../../nbs/18a_checkpointing.ipynb #85d8337d
 def _by_score(paths: list[Path], metric: str | None, mode: str) -> list[Path]:
-    """Those of `paths` (oldest first) whose manifest has a number for `metric`, the best first.
+    """The `paths` (given oldest first) whose manifest has a number for `metric`, best first.
 
     Among equals, the newest comes first.
     """
@@ -316,7 +316,7 @@ class CheckpointFolder:
 
     `step_00000200/` is whole if its files match its `manifest.json`, which is written last; nothing
     is ever unpickled. The best is the one with the smallest (`best_mode="min"`) or largest ("max")
-    `best_metric`, where NaN never wins. ValueError for another `best_mode`.
+    `best_metric`, where NaN never wins. ValueError for any other mode.
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class CheckpointFolder:
         return None
 
     def _is_whole(self, path: Path) -> bool:
-        """`verify`, but files that haven't changed since are not read again."""
+        """Like `verify`, but files that haven't changed since the last check aren't read again."""
         signature = _signature(path)
         if signature is None or signature != self._checked.get(path, (None, False))[0]:
             self._checked[path] = signature, self._first_whole([path]) is not None
@@ -387,15 +387,15 @@ class CheckpointManager(CheckpointFolder):
 
         Returns the folder. `state["model"]` has the tensors by name, and `state["metrics"]` decides
         which checkpoint is best. TypeError where something cannot be stored; OSError, with path and
-        free space, where the disk refuses; either way the earlier checkpoints stay. ValueError as
-        `check_metrics`, after writing and before any removal.
+        free space, where the disk refuses; either way the earlier checkpoints stay. ValueError
+        as in `check_metrics`, after writing and before any removal.
         """
         (step,) = check_sizes(0, step=step)
         parts = (state.get("model"), state.get("metrics", {})) if isinstance(state, dict) else ()
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise ValueError(
-                "the state must be a dict, whose 'model' is a dict of tensors by name, and whose"
-                " 'metrics' a dict of numbers"
+                "the state must be a dict whose 'model' is a dict of tensors by name and whose"
+                " 'metrics' is a dict of numbers"
             )
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f".saving_{secrets.token_hex(8)}"
@@ -428,8 +428,8 @@ class CheckpointManager(CheckpointFolder):
         later = [path for path in paths[place + 1 :] if self._is_whole(path)]
         if later:
             self.logger.warning(
-                f"{later[-1]} is kept although it is later than {newest.name}, just saved; remove"
-                " it if that is wrong"
+                f"{later[-1]} is kept although it is later than {newest.name}, which was just"
+                " saved; remove it if you don't want it"
             )
         whole = (index for index in range(place, -1, -1) if self._is_whole(paths[index]))
         # with too few whole ones to fall back on, nothing older is removed
@@ -446,8 +446,8 @@ class Checkpointer(Callback):
     """Save every `save_interval` steps and at the end of the run; place it after the loggers.
 
     With `save_interval="epoch"` it saves at the end of each epoch. A run that is asked to stop, or
-    that fails between two steps, is saved too. When the disk refuses a save, that is a warning, and
-    at the end of the run an OSError. ValueError for a `save_interval` below 1.
+    that fails between two steps, is saved too. A save that the disk refuses gives a warning, or, at
+    the end of the run, an OSError. ValueError for a `save_interval` below 1.
     """
 
     def __init__(self, manager: CheckpointManager, *, save_interval: int | Literal["epoch"]):

@@ -61,8 +61,8 @@ class LayerMonitor(Callback):
     For each layer, such as `layers.0` or `embedding`, `grad_norm/LAYER` is the norm of its gradient
     before clipping, `update_ratio/LAYER` how far its weights have moved, relative to their norm,
     and `activation_rms/LAYER` the root mean square of its output. Place it before `MetricsLogger`.
-    The run isn't affected; a step that is watched holds a copy of the weights. For models that
-    aren't sharded. ValueError for a `log_interval` below 1.
+    The run isn't affected, but each monitored step holds a copy of the weights. Sharded models
+    aren't supported. ValueError for a `log_interval` below 1.
     """
 
     def __init__(self, *, log_interval: int = 10):
