@@ -12,7 +12,7 @@ INSTALL_CHROMIUM = $(if $(filter 0,$(shell id -u)),,sudo -n) apt-get install --y
 
 HANDED_OUT := $(if $(wildcard solutions),exercises/.handed_out)  # a student's copy of the course has no solutions
 
-.PHONY: help init train test lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full bands faults release clean
+.PHONY: help init train test nightly lint format lab docs browser export exercises student grade feedback formgrader similar grade-all bench bench-full bands faults scaling release clean
 
 help:
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +25,9 @@ train: $(VENV)/.runtime  ## Train a small model on real text; it ends up under r
 
 test: $(VENV)/.dev  ## Prove the whole course: export, lint, types, every notebook, every test
 	$(BIN)/python scripts/check.py
+
+nightly: $(VENV)/.dev  ## Prove again what `make test` proves by a shorter way: every page in a kernel, the wheel installed
+	$(BIN)/python scripts/check.py kernels nightly
 
 lint: $(VENV)/.dev  ## Check style and types alone
 	$(BIN)/python scripts/check.py lint types
@@ -66,7 +69,7 @@ feedback: $(VENV)/.dev  ## Write grades and feedback again, after `make formgrad
 similar: $(VENV)/.dev  ## List answers that resemble each other: make similar DIR=FOLDER
 	$(BIN)/python scripts/exercises.py similar "$(DIR)"
 
-grade-all: $(VENV)/.dev  ## Grade a right and a wrong copy of every exercise, and every attack on the grader
+grade-all: $(VENV)/.dev  ## Grade a right and a wrong copy of every exercise, and try every attack on the grader
 	$(BIN)/python -m pytest -q -n auto tests/test_grading.py
 
 bench: $(VENV)/.dev  ## Measure this machine beside other libraries, in a few minutes: benchmarks/RESULTS.md
@@ -80,6 +83,9 @@ bands: $(VENV)/.dev  ## Record again what healthy runs look like, for `llm-cours
 
 faults: $(VENV)/.dev  ## Plant mistakes in runs, and see whether `llm-course check-run` names them, in some minutes
 	$(BIN)/python -m tests.faults
+
+scaling: $(VENV)/.dev  ## Make the runs of chapter 22 again, fit their law and test its prediction, in a quarter of an hour
+	$(BIN)/python scripts/scaling.py
 
 release: $(VENV)/.dev  ## Build the wheel and the source distribution, as a tag does: dist/
 	rm -rf dist

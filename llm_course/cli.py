@@ -54,6 +54,10 @@ COMMANDS = {
         "say whether the curves of a run are normal, and why not",
         "llm_course.commands.check_run:check_run_command",
     ),
+    "sweep": (
+        "train many runs that one file describes, and compare them",
+        "llm_course.training.sweep:sweep_command",
+    ),
 }
 
 # %% ../nbs/19g_command.ipynb #c61bfcd4

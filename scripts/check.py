@@ -3,8 +3,8 @@ types` for some.
 
 It stops at the first stage that fails and says what to do about it. Two stages that keep one core
 busy each run side by side; what they print still comes one after the other. The totals in the last
-line are the sums of what the stages' own tools counted: pytest its tests and nbval its cells, nbdev
-its notebooks, any other command one.
+line are the sums of what the stages' own tools counted: pytest its tests, nbdev its notebooks, any
+other command one.
 """
 
 import os
@@ -26,6 +26,7 @@ SOURCES = [*PAGES, "tests", "scripts", "benchmarks", "docs", "lab", "conftest.py
 CORES = min(4, os.cpu_count() or 1)
 # of pytest, whose workers often wait for a kernel or a process: one more keeps the cores busy
 WORKERS = str(CORES + 1)
+TESTS = [*"pytest -q --dist worksteal -n".split(), WORKERS, "-m"]
 
 
 def count_command(output: str, succeeded: bool) -> tuple[int, int]:
@@ -92,22 +93,29 @@ STAGES = [
         beside="types",
     ),
     Stage(
-        "run",
-        [["nbdev_test", "--n_workers", str(CORES), "--do_print"]],
-        "A cell raised. Run that notebook from the top in `make lab` until it ends without an"
-        " error.",
+        "pages",
+        [[sys.executable, "scripts/pages.py"]],
+        "A cell raised, or a page no longer shows what its code gives. Run that notebook from the"
+        " top in `make lab`. If the new output is right, save the notebook, then `make export`.",
         count_nbdev,
     ),
     Stage(
-        "show",
+        "tests",
+        [[*TESTS, "not browser and not nightly", "tests"]],
+        "Run the one that failed alone: `python -m pytest tests/FILE.py -k NAME`.",
+        count_pytest,
+        env={"MPLBACKEND": "agg"},
+    ),
+    Stage(
+        "kernels",
         [[*"pytest -q --nbval --nbval-current-env --dist loadfile -n".split(), WORKERS, *PAGES]],
-        "A page no longer shows what its code gives. If the new output is right, run and save the"
-        " notebook, then `make export`.",
+        "A page shows something else in a Jupyter kernel than in nbdev's shell. Run and save it in"
+        " `make lab`, then `python scripts/pages.py nbs/PAGE.ipynb`.",
         count_pytest,
     ),
     Stage(
-        "tests",
-        [[*"pytest -q --dist worksteal -n".split(), WORKERS, "-m", "not browser", "tests"]],
+        "nightly",
+        [[*TESTS, "nightly", "tests"]],
         "Run the one that failed alone: `python -m pytest tests/FILE.py -k NAME`.",
         count_pytest,
         env={"MPLBACKEND": "agg"},
@@ -119,7 +127,7 @@ STAGES = [
         count_pytest,
     ),
 ]
-BY_NAME_ALONE = {"browser"}  # it needs a browser, and minutes
+BY_NAME_ALONE = {"kernels", "nightly", "browser"}  # minutes, and the last needs a browser
 
 ENVIRONMENT = {
     # the tools of this Python, whoever calls

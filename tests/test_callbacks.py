@@ -371,7 +371,7 @@ def test_the_plot_names_a_unit_for_text_only(tmp_path):
         row = {"step": 5, "loss": 2.0, "val_loss": 3.0} | more
         (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         with patch(
-            "llm_course.training.callbacks.draw_lines",
+            "llm_course.training.reports.draw_lines",
             lambda *a, **labels: titles.append(labels["title"]),
         ):
             plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")

@@ -814,6 +814,48 @@ def test_case_12_plain_and_compiled_load_each_other(tmp_path, monkeypatch):
     assert all(differences(end, ends[False, False]) == [] for end in ends.values())
 
 
+class FailsAfter4(Callback):
+    def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
+        if engine.state.step == 4:
+            raise RuntimeError("a callback failed")
+
+
+class FailsWithin4(Callback):
+    def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
+        if engine.state.step == 3:
+            engine.task.train_step = None  # step 4 fails in its forward pass
+
+
+@pytest.mark.parametrize(
+    "fails, saved", [(FailsAfter4, ["step_00000004"]), (FailsWithin4, [])], ids=["after", "within"]
+)
+def test_a_run_that_fails_is_saved_between_two_steps_and_not_within_one(tmp_path, fails, saved):
+    ours = manager_of(tmp_path / "run")
+    engine = make_engine(None, Checkpointer(ours, save_interval=99), fails(), max_steps=6)
+    with pytest.raises((RuntimeError, TypeError)):
+        engine.run()
+    assert [path.name for path in ours.folder.glob("step_*")] == saved
+
+
+def test_a_refused_save_is_a_warning_on_the_way_and_an_error_at_the_end(tmp_path):
+    class Refusing(CheckpointManager):
+        refusals = 1
+
+        def save(self, state: dict[str, Any], *, step: int) -> Path:
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError("no space left on device")
+            return super().save(state, step=step)
+
+    ours = Refusing(tmp_path / "run", logger=Told())
+    make_engine(None, Checkpointer(ours, save_interval=2), max_steps=5).run()
+    assert "tries again after the next 2 steps" in ours.logger.lines[0]
+    assert sorted(path.name for path in ours.folder.iterdir()) == ["step_00000004", "step_00000005"]
+    ours.refusals = 99
+    with pytest.raises(OSError, match="no space left on device"):
+        make_engine(None, Checkpointer(ours, save_interval=99), max_steps=2).run()
+
+
 def test_best_is_a_checkpoint_that_was_validated(tmp_path):
     """The results that a state carries may be those of earlier weights: only the step that they
     were measured at has a score.
@@ -976,7 +1018,7 @@ def command(folder: Path, signal_at: tuple[str, int] = ("never", 0), **words: An
         with (
             patch.dict("llm_course.training.train.AVAILABLE_TASKS", regression=Watched),
             patch("llm_course.training.run.matmul_flops", return_value=1e9),
-            patch("llm_course.training.callbacks.plot_losses"),
+            patch("llm_course.training.reports.plot_losses"),
         ):
             return main(
                 [

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig
+from warm import launch_warm
 
 from llm_course.training import distributed
 from llm_course.training.callbacks import read_metrics
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return launch(worker.on_two_ranks, 2)
+    return launch_warm(worker.on_two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def test_idle_experts_and_small_questions(two_ranks):
 def test_a_rank_that_dies_brings_the_run_down_at_once():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="a training process ended"):
-        launch(worker.dies_in_rank_1, 2, 300.0)
+        launch_warm(worker.dies_in_rank_1, 2, 300.0)
     assert time.monotonic() - start < 100  # far below the timeout of 300 s
 
 
@@ -236,7 +237,7 @@ def test_the_error_of_a_rank_is_raised_here():
 
 def test_ctrl_c_in_every_process_ends_the_launch():
     with pytest.raises(KeyboardInterrupt):  # it waited for a result for ever
-        launch(worker.is_interrupted, 2)
+        launch_warm(worker.is_interrupted, 2)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_ctrl_c_in_every_process_ends_the_launch():
 )
 def test_what_cannot_be_sent_does_not_keep_the_launch_waiting(function, world_size, error, words):
     with pytest.raises(error, match=words):
-        launch(function, world_size)
+        launch_warm(function, world_size)
 
 
 def test_processes_share_the_cores_and_one_that_exits_does_not_answer_for_the_first(monkeypatch):

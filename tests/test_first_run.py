@@ -133,9 +133,9 @@ def test_the_saved_configuration_gives_the_same_run(folder):
     assert [row["loss"] for row in a] == [row["loss"] for row in b]
 
 
-def test_print_config_prints_what_can_be_read_back(folder):
+def test_print_config_prints_what_can_be_read_back(folder, here):
     words = ["--config", "small.yaml", "--model.dropout", "0.25"]
-    Path("all.yaml").write_text(llm_course("train", *words, "--print-config").stdout)
+    Path("all.yaml").write_text(here("train", *words, "--print-config").stdout)
     assert load_config(["--config", "all.yaml"]) == load_config(words) and not Path("runs").exists()
 
 

@@ -624,22 +624,10 @@ def test_a_version_is_right_for_any_seed(name, tmp_path):
         exercise = grading.Exercise(source)
         own = exercise.own
         changed = {n for n in own if own[n] != exercise_called(name).own[n]}
-        varied = nbformat.read(source, as_version=4)
         [task] = {grading.task_of(cell) for cell in changed}
-        for given, works in ((answers_in(varied), True), (answers_in(stored), False)):
-            tried = nbformat.from_dict(varied)
-            tasks = {id(c): grading.task_of(grading.grade_id(c)) for c in tried.cells}
-            tried.cells = [cell for cell in tried.cells if tasks[id(cell)] in ("", task)]
-            for cell in tried.cells:
-                cell.source = given.get(grading.grade_id(cell), cell.source)
-            grading.run_notebook(tried, exercise, WAY)
-            errors = {
-                grading.grade_id(cell)
-                for cell in tried.cells
-                for output in cell.get("outputs", ())
-                if output.output_type == "error"
-            }
-            assert errors == (set() if works else changed), seed
+        varied = corpus.only_task(corpus.read_cells(source), task)
+        assert corpus.run(varied) == {}, seed
+        assert corpus.run(varied, replace=answers_in(stored)).keys() == changed, seed
 
 
 def test_a_seed_is_given_to_a_class(tmp_path):
@@ -673,31 +661,45 @@ def course(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("nbgrader") / "course"
 
 
+def graded(name: str, student: str, text: str, course: Path, folder: Path) -> dict:
+    """The scores of one student's copy, through nbgrader, by cell."""
+    (folder / "in" / student).mkdir(parents=True)
+    (folder / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
+    found, problems = exercises.grade(folder / "in", [sources[name]], course, WAY.name)
+    assert problems == []
+    scores = {score.cell: score for score in found}
+    marked = {cell.name for cell in corpus.cells_of(name) if cell.kind in ("test", "manual")}
+    assert scores.keys() == marked and {score.student for score in found} == {student}
+    return scores
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sources)
-def test_exercise_is_graded(name, course, tmp_path):
-    """Through nbgrader: the right copy has all points and a person's part waits, the wrong copy
-    has none. (A blank: `test_release_gives_nothing_away`, and the class of one exercise above.)
+def test_right_copy_has_all_points(name, course, tmp_path):
+    """And a person's part waits."""
+    scores = graded(name, "solved", sources[name].read_text(encoding="utf-8"), course, tmp_path)
+    for cell in corpus.cells_of(name):
+        if cell.kind == "test":
+            assert scores[cell.name].score == cell.points
+        elif cell.kind == "manual":
+            assert (scores[cell.name].score, scores[cell.name].points) == (None, cell.points)
+
+
+LAST = max(sources)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n != LAST)) for n in sources]
+)
+def test_wrong_copy_has_none(name, course, tmp_path):
+    """By day one exercise stands for all: `test_exercises.py` proves of each wrong answer that its
+    tests catch it. (A blank: `test_release_gives_nothing_away`, and the class above.)
     """
     wrong = nbformat.read(sources[name], as_version=4)
     for cell in wrong.cells:
         cell.source = wrong_answers(name).get(grading.grade_id(cell), cell.source)
-    texts = {
-        "solved": sources[name].read_text(encoding="utf-8"),
-        "wrong": nbformat.writes(wrong),
-    }
-    for student, text in texts.items():
-        (tmp_path / "in" / student).mkdir(parents=True)
-        (tmp_path / "in" / student / f"{name}.ipynb").write_text(text, encoding="utf-8")
-    found, problems = exercises.grade(tmp_path / "in", [sources[name]], course, WAY.name)
-    assert problems == []
-    scores = {(score.student, score.cell): score for score in found}
-    tests = [cell for cell in corpus.cells_of(name) if cell.kind == "test"]
-    waiting = [cell for cell in corpus.cells_of(name) if cell.kind == "manual"]
-    assert scores.keys() == {(who, cell.name) for who in texts for cell in tests + waiting}
-    assert [cell.name for cell in tests if scores["solved", cell.name].score != cell.points] == []
-    for cell in waiting:
-        solved = scores["solved", cell.name]
-        assert (solved.score, solved.points) == (None, cell.points)
-    refuted = {c.name.split("-test")[0] for c in tests if not scores["wrong", c.name].score}
+    scores = graded(name, "wrong", nbformat.writes(wrong), course, tmp_path)
+    tests = [cell.name for cell in corpus.cells_of(name) if cell.kind == "test"]
+    refuted = {test.split("-test")[0] for test in tests if not scores[test].score}
     assert refuted == wrong_answers(name).keys()

@@ -18,11 +18,12 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import flops_per_token, training_memory
 from llm_course.text.batches import PackedDataset
-from llm_course.training import monitoring
+from llm_course.training import cost as run_cost
 from llm_course.training.config import Config, DataConfig, DistributedConfig, TrainingConfig
-from llm_course.training.engine import TrainingEngine
+from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.logging import Logger
 from llm_course.training.monitoring import (
+    LayerMonitor,
     PerformanceMonitor,
     RandomTokens,
     StepCost,
@@ -50,7 +51,7 @@ def test_the_logger_is_silent_on_other_ranks_and_keeps_a_file(tmp_path, capsys):
 def clock(monkeypatch):
     """A clock that the test moves."""
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(monitoring.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
     return now
 
 
@@ -124,7 +125,7 @@ def test_the_memory_is_that_of_this_process_and_not_of_the_one_that_started_it()
 
 def test_where_the_kernel_does_not_say_the_peak_the_system_is_asked(monkeypatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(monitoring.Path, "read_text", lambda path: "Name: python\n")
+    monkeypatch.setattr(Path, "read_text", lambda path: "Name: python\n")
     unit = 1 if sys.platform == "darwin" else 1024
     assert (
         peak_memory_bytes(torch.device("cpu"))
@@ -175,9 +176,9 @@ def test_the_ceiling_is_the_best_and_waits_for_the_device(clock, monkeypatch):
 def test_the_memory_and_the_flops_are_those_of_the_configuration(
     monkeypatch, precision, checkpointing
 ):
-    monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
+    monkeypatch.setattr(run_cost, "_text_rows", lambda config: (1000, 90))
     monkeypatch.setattr(
-        monitoring, "measure_step", lambda config, steps=3: StepCost(0.02, 0.001, 0.0, 0)
+        run_cost, "measure_step", lambda config, steps=3: StepCost(0.02, 0.001, 0.0, 0)
     )
     training = dict(
         batch_size=4,
@@ -205,9 +206,9 @@ def test_the_memory_and_the_flops_are_those_of_the_configuration(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp", "pp"])
 def test_estimate_counts_what_the_fullest_of_several_processes_holds(capsys, monkeypatch, strategy):
-    monkeypatch.setattr(monitoring, "_text_rows", lambda config: (1000, 90))
+    monkeypatch.setattr(run_cost, "_text_rows", lambda config: (1000, 90))
     monkeypatch.setattr(
-        monitoring, "measure_step", lambda config, steps=3: StepCost(2.0, 0.001, 0.0, 0)
+        run_cost, "measure_step", lambda config, steps=3: StepCost(2.0, 0.001, 0.0, 0)
     )
     words = ["--distributed.strategy", strategy, "--training.max_steps", "4"]
     words += ["--training.precision", "fp32", "--training.device", "cpu"]
@@ -251,10 +252,10 @@ def test_estimate_refuses_what_does_not_divide():
     ],
 )
 def test_estimate_prints_small_numbers_in_small_units(capsys, monkeypatch, size, seconds, words):
-    cost = monitoring.RunEstimate(
-        parameters=monitoring.ParameterCount(1, 1, 1, 1, 1, 1, 1),
+    cost = run_cost.RunEstimate(
+        parameters=run_cost.ParameterCount(1, 1, 1, 1, 1, 1, 1),
         flops=6.0,
-        memory=monitoring.TrainingMemory(size, size, 0, 0, 0),
+        memory=run_cost.TrainingMemory(size, size, 0, 0, 0),
         process_bytes=size,
         step_seconds=seconds,
         steps=3,
@@ -274,10 +275,10 @@ def test_estimate_prints_small_numbers_in_small_units(capsys, monkeypatch, size,
 
 
 def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):
-    cost = monitoring.RunEstimate(
-        parameters=monitoring.ParameterCount(1, 1, 1, 1, 1, 1, 1),
+    cost = run_cost.RunEstimate(
+        parameters=run_cost.ParameterCount(1, 1, 1, 1, 1, 1, 1),
         flops=6.0,
-        memory=monitoring.TrainingMemory(1, 1, 1, 1, 1),
+        memory=run_cost.TrainingMemory(1, 1, 1, 1, 1),
         process_bytes=10**9,
         step_seconds=0.5,
         steps=4,
@@ -386,7 +387,7 @@ def test_a_slow_loader_is_found():
     )
     rows = []
 
-    class Keep(monitoring.Callback):
+    class Keep(run_cost.Callback):
         def on_step_end(self, engine, metrics):
             rows.append(dict(metrics))
 
@@ -454,7 +455,7 @@ def test_estimate_says_what_a_run_will_cost(capsys, text):
 
 def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path, text, monkeypatch):
     monkeypatch.setattr(
-        monitoring, "measure_step", lambda config, steps=3: StepCost(0.5, 0.03, 7.0, 10**9)
+        run_cost, "measure_step", lambda config, steps=3: StepCost(0.5, 0.03, 7.0, 10**9)
     )
     config = Config(
         run_dir=str(tmp_path / "run"),
@@ -479,3 +480,61 @@ def test_epochs_and_validations_are_counted_as_the_run_will_count_them(tmp_path,
         cost.seconds == pytest.approx(7 + 0.5 * (cost.steps + cost.validation_steps))
         and cost.process_bytes == 10**9
     )
+
+
+class Rows(Callback):
+    """What each step reports."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_step_end(self, engine, metrics):
+        self.rows.append(dict(metrics))
+
+
+def layers_engine(*callbacks, **training):
+    settings = dict(max_steps=4, batch_size=2, precision="fp32", device="cpu") | training
+    config = Config(
+        model=ModelConfig(**SMALL),
+        data=DataConfig(vocab_size=300, sequence_length=16),
+        training=TrainingConfig(eval_interval=2, **settings),
+    )
+    data = RandomTokens(config, num_batches=4)
+    return TrainingEngine(config, LanguageModelingTask(config), data, callbacks)
+
+
+@pytest.mark.parametrize(
+    "training", [{}, {"max_grad_norm": 0.01}, {"activation_checkpointing": True}]
+)
+def test_a_monitor_of_layers_reports_its_steps_and_leaves_no_trace(training):
+    layers_engine(alone := Rows(), **training).run()
+    engine = layers_engine(LayerMonitor(log_interval=2), rows := Rows(), **training)
+    engine.run()
+    own = [
+        {name: row[name] for name in before}
+        for row, before in zip(rows.rows, alone.rows, strict=True)
+    ]
+    assert own == alone.rows
+    names = {"embedding", "layers.0", "norm"}
+    for step, row in enumerate(rows.rows, start=1):
+        found = {name for name in row if "/" in name}
+        kinds = ("grad_norm", "update_ratio", "activation_rms")
+        assert found == ({f"{k}/{n}" for k in kinds for n in names} if step % 2 == 0 else set())
+        if found:
+            squares = sum(row[f"grad_norm/{name}"] ** 2 for name in names)
+            assert squares**0.5 == pytest.approx(row["grad_norm"], rel=1e-4)
+    hooks = [module._forward_hooks for module in engine.model.modules()]
+    assert not any(hooks) and not engine.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_monitor_of_layers_removes_its_hooks_from_a_run_that_fails():
+    class Fail(Callback):
+        def on_step_end(self, engine, metrics):
+            raise OSError("the disk is full")
+
+    engine = layers_engine(LayerMonitor(), Fail())
+    with pytest.raises(OSError, match="the disk is full"):
+        engine.run()
+    assert not engine.optimizer._optimizer_step_post_hooks
+    with pytest.raises(ValueError, match="log_interval=0 must be"):
+        LayerMonitor(log_interval=0)

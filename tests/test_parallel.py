@@ -9,6 +9,7 @@ import parallel_worker as worker
 import pytest
 import torch
 from distributed_worker import MODEL
+from warm import launch_warm
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import training_memory
@@ -22,7 +23,6 @@ from llm_course.training.config import (
     OptimizationConfig,
     TrainingConfig,
 )
-from llm_course.training.launch import launch
 from llm_course.training.parallel import (
     check_division,
     held_parameters,
@@ -57,12 +57,12 @@ def shards(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def two_ranks(shards):
-    return launch(worker.on_two_ranks, 2, str(shards))
+    return launch_warm(worker.on_two_ranks, 2, str(shards))
 
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return launch(worker.on_four_ranks, 4)
+    return launch_warm(worker.on_four_ranks, 4)
 
 
 def check_rows(rows, *, rel):

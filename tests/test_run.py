@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from warm import warm_processes
 
 from llm_course.cli import main as cli
 from llm_course.model.config import ModelConfig
@@ -30,9 +32,11 @@ from llm_course.training.config import (
     SyntheticConfig,
     TrainingConfig,
 )
+from llm_course.training.engine import TrainingEngine
 from llm_course.training.optim import build_optimizer
 from llm_course.training.run import find_task, load_run, train_worker
 from llm_course.training.sources import read_config
+from llm_course.training.task import RegressionTask
 from llm_course.training.train import LargeScaleLLMTrainer, LLMTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,6 +199,7 @@ def test_what_does_not_fit_the_source_is_refused(folder, parts, words):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@warm_processes()
 def test_every_process_begins_with_the_model(folder, strategy):
     source = train_worker(settings("source"))
     two = DistributedConfig(world_size=2, strategy=strategy)
@@ -417,6 +422,103 @@ def test_a_plateau_lowers_the_rate_of_a_run(folder):
     assert len(rates) == 12 and rates[-1] < rates[0] / 8
 
 
+class Noting(dict):
+    """Metrics that note what they are asked for."""
+
+    def __init__(self, metrics):
+        super().__init__(metrics)
+        self.asked = set()
+
+    def __contains__(self, name):
+        self.asked.add(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name):
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def items(self):
+        self.asked |= {*self, "all metrics"}
+        return super().items()
+
+
+def noted(callback, hook, notes):
+    """`hook` of a callback, which also notes (who, what it asked for, what it added).
+
+    The states that go into a checkpoint pass from one to the other as well: `engine.state_dict`
+    asks for them, and who changes its own where the saving takes place has added to them.
+    """
+
+    def spy(engine, metrics):
+        seen, state = Noting(metrics), callback.state_dict()
+        with patch.object(engine, "state_dict", wraps=engine.state_dict) as states:
+            hook(engine, seen)
+        added = set(seen) - set(metrics)
+        added |= {"all metrics"} if added else set()
+        if callback.state_dict() != state and hook.__name__ == "on_step_end":
+            added.add("the states")
+        notes.append(
+            (
+                type(callback).__name__,
+                seen.asked | {"the states"} if states.called else seen.asked,
+                added,
+            )
+        )
+        metrics.update(seen)
+
+    return spy
+
+
+def out_of_order(folder, reorder):
+    """(who, what, from whom) wherever somebody asks for what a later callback adds."""
+    shutil.rmtree("recorded", ignore_errors=True)
+    config = settings("recorded", steps=4, task="regression")
+    config.training.eval_interval = 4
+    config.training.patience = 3
+    config.checkpoint.save_interval = 2
+    config.logging = LoggingConfig(log_interval=2, sample_interval=4, progress=False)
+    made = run_module._callbacks(
+        config,
+        CheckpointManager("recorded/checkpoints"),
+        runtime=run_module.Runtime(),
+        logger=run_module.Logger(rank=1),
+    )
+    callbacks, notes = reorder(made), []
+    for callback in callbacks:
+        for hook in ("on_validation_end", "on_step_end"):
+            setattr(callback, hook, noted(callback, getattr(callback, hook), notes))
+    task = RegressionTask(config)
+    TrainingEngine(config, task, task.build_data(), callbacks).run()
+    place = {who: number for number, who in enumerate(dict.fromkeys(who for who, _, _ in notes))}
+    return {
+        (who, what, other)
+        for who, asked, _ in notes
+        for other, _, added in notes
+        for what in asked & added
+        if place[other] > place[who]
+    }
+
+
+@pytest.mark.parametrize(
+    "name, last, right",
+    [
+        (None, False, True),
+        ("PerformanceMonitor", True, False),
+        ("TensorBoardLogger", False, False),
+        ("Checkpointer", False, False),
+        ("EarlyStopping", True, True),  # it counts in the validation, before any saving
+    ],
+)
+def test_no_callback_asks_for_what_a_later_one_adds(folder, monkeypatch, name, last, right):
+    """As they ship nobody does; moved to the wrong end of the list, most of them do."""
+    monkeypatch.setattr(run_module, "_sample", lambda model, **_: "a text")
+    found = out_of_order(
+        folder,
+        lambda made: sorted(made, key=lambda each: (type(each).__name__ == name) is last),
+    )
+    assert (found == set()) is right
+
+
 def test_a_wrong_best_metric_is_found_at_the_start(folder):
     config = settings("run")
     wrong = replace(config, checkpoint=replace(config.checkpoint, best_metric="val_accuracy"))
@@ -463,6 +565,7 @@ def test_a_trainer_is_a_run(folder):
         trainer.train(resume=True)
 
 
+@warm_processes()
 def test_a_large_scale_trainer_shares_the_model_out(folder):
     alone = settings("alone", steps=4)
     both = replace(alone, run_dir="both", training=replace(alone.training, batch_size=2))
@@ -473,6 +576,7 @@ def test_a_large_scale_trainer_shares_the_model_out(folder):
     assert result.metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], abs=1e-4)
 
 
+@warm_processes()
 def test_processes_meet_where_they_are_told(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -140,7 +140,7 @@ def _scores(model: nn.Conv1d, ids: Tensor) -> Tensor:
 def _run_epoch(
     model: nn.Conv1d, loader: DataLoader, *, learning_rate: float = 0.0
 ) -> tuple[float, float]:
-    """The loss per target and the share of targets that are right; with a rate, also a step each."""
+    """The loss per target and the share that is right; with a rate, also a step each."""
     total = 0.0
     targets = 0
     right = 0

@@ -253,7 +253,7 @@ def show_fit(model: str, rows: int, T: int, card: int, checkpointing: bool) -> N
 def show_cache() -> None:
     """The cache against the length of the text, with and without what makes it smaller."""
     llama = PUBLISHED["Llama 3 8B"]
-    kinds = ["sliding_attention", "full_attention"] * 16
+    kinds: list[Any] = ["sliding_attention", "full_attention"] * 16
     lines = {
         "K = 32 (no sharing)": replace(llama, num_kv_heads=32),
         "Llama 3 8B, K = 8": llama,

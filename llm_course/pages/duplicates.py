@@ -1,4 +1,4 @@
-"""What the page on cleaning measures and draws: sketches of sets, bands, and what a leak is worth."""
+"""What the page on cleaning measures and draws: sketches, bands, and what a leak is worth."""
 
 import lzma
 import random
@@ -32,7 +32,7 @@ def random_pair(similarity: float, union: int, rng: np.random.Generator) -> list
 
 
 def orders_with_a_common_first(one: set[str], other: set[str]) -> tuple[int, int]:
-    """In how many orders of all shingles the first one is the same in both sets, and of how many."""
+    """In how many orders of all shingles both sets have the same first one, and of how many."""
     either = sorted(one | other)
     same = 0
     total = 0

@@ -720,7 +720,7 @@ def check_targets(
     depth: int,
     document_ids: Tensor | None = None,
 ) -> None:
-    rows = input_ids, labels, document_ids
+    rows: Any = input_ids, labels, document_ids
     given: Any = [None if row is None else row.clone() for row in rows]
     with forbid(DecoderModel, mtp.further_rows):
         found = answer(input_ids, labels, depth, document_ids)
@@ -731,7 +731,7 @@ def check_targets(
         assert before is None or torch.equal(before, after), (
             f"{name}: {what} has changed after the call: work on a copy"
         )
-    right = place_by_place(*given[:2], depth, given[2])
+    right = place_by_place(given[0], given[1], depth, given[2])
     check_two_tensors(name, found, right)
     check_depth(name, found, right, given, depth)
     check_row_ends(name, found, right, given, depth)
@@ -763,7 +763,7 @@ def check_two_tensors(name: str, found: Any, right: tuple[Tensor, Tensor]) -> No
 
 def check_depth(name: str, found: Any, right: Any, given: Any, depth: int) -> None:
     for d in (depth - 1, depth + 1):
-        tokens, targets = place_by_place(*given[:2], d, given[2])
+        tokens, targets = place_by_place(given[0], given[1], d, given[2])
         if not torch.equal(tokens, right[0]):
             leak = " It sees the token that it should predict" if d > depth else ""
             assert not torch.equal(found[0], tokens), (
@@ -792,19 +792,19 @@ def check_row_ends(name: str, found: Any, right: Any, given: Any, depth: int) ->
 
 def check_documents(name: str, targets: Tensor, right: Tensor, given: Any, depth: int) -> None:
     """Targets beyond a document, and targets that `labels` leaves out."""
-    unaware = place_by_place(*given[:2], depth)[1]
+    unaware = place_by_place(given[0], given[1], depth)[1]
     if given[2] is not None and not torch.equal(right, unaware):
         assert not torch.equal(targets, unaware), (
             f"{name}: a place has a target behind the end of its document"
         )
         for offset in (-1, 1):
-            wrong = place_by_place(*given[:2], depth, given[2], document_offset=offset)[1]
+            wrong = place_by_place(given[0], given[1], depth, given[2], document_offset=offset)[1]
             assert torch.equal(wrong, right) or not torch.equal(targets, wrong), (
                 f"{name}: the document is compared with that of {depth + offset} places later,"
                 f" expected {depth}"
             )
     source = F.pad(given[0][:, 1:], (0, 1), value=IGNORE_INDEX)
-    raw = place_by_place(*given[:2], depth, given[2], source=source)[1]
+    raw = place_by_place(given[0], given[1], depth, given[2], source=source)[1]
     assert torch.equal(raw, right) or not torch.equal(targets, raw), (
         f"{name}: places that `labels` leaves out are targets: take the targets from labels, not"
         " from input_ids"
@@ -863,7 +863,7 @@ def mtp_model(depths: int, **changes: Any) -> DecoderModel:
         intermediate_size=24,
         initializer_range=0.4,
     )
-    model = DecoderModel(ModelConfig(**(sizes | changes), num_mtp_layers=depths))
+    model: Any = DecoderModel(ModelConfig(**(sizes | changes), num_mtp_layers=depths))
     nn.init.uniform_(model.norm.weight, 0.5, 2.0)
     return model
 
@@ -922,7 +922,7 @@ MTP_MISTAKES = {
 
 def mtp_slips(model: Any, rows: Any) -> dict[str, float]:
     """What each likely mistake would return."""
-    stats = by_places(model, *rows)
+    stats = by_places(model, rows[0], rows[1], rows[2])
     labels = rows[1]
     targets = max(int((labels != IGNORE_INDEX).sum()), 1)
     share = model.config.mtp_loss_coef / len(stats)
@@ -945,7 +945,7 @@ def mtp_slips(model: Any, rows: Any) -> dict[str, float]:
         ),
     }
     for mistake, words in MTP_MISTAKES.items():
-        wrong = by_places(model, *rows, mistake)
+        wrong = by_places(model, rows[0], rows[1], rows[2], mistake)
         slips[words] = share * sum(float(loss) for loss, _, _ in wrong) / targets
     return slips
 
@@ -1093,7 +1093,7 @@ def block_bytes(config: ModelConfig, B: int, T: int) -> int:
     the weights.
     """
     small = replace(config, num_layers=1, vocab_size=1, num_mtp_layers=0, layer_types=None)
-    model = DecoderModel(small)
+    model: Any = DecoderModel(small)
     block = model.layers[0]
     x = torch.ones(B, T, config.hidden_size, requires_grad=True)
     turn = model.rotary(torch.arange(T))

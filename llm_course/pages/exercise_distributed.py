@@ -16,6 +16,7 @@ from multiprocessing import connection
 from typing import Any
 
 import torch
+import torch._dynamo  # what PyTorch imports for its first optimizer: here once, not in each process
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_of_torch  # the function behind torch.optim.AdamW

@@ -232,7 +232,9 @@ def compare_with_transformers(run_dir: str | Path, folder: str | Path) -> None:
     model that has lost its last norm don't.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     ids = torch.arange(3, 27)[None]
     model, _ = load_run(run_dir)
     ours = model(ids).logits

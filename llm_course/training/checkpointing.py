@@ -134,28 +134,8 @@ def _without_shared(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
         storages.add(storage)
     return stored, aliases
 
-# %% ../../nbs/18a_checkpointing.ipynb #f504d653
+# %% ../../nbs/18a_checkpointing.ipynb #p18aman1
 _FILES = {"model.safetensors", "optimizer.safetensors", "state.json"}
-
-
-def verify(path: str | Path) -> None:
-    """Compare a checkpoint's files with its manifest; ValueError names the first that differs."""
-    files = _manifest(Path(path))["files"]
-    for file, hashed in _hashed_together(Path(path) / name for name in files):
-        expected = files[file.name]
-        try:
-            size = file.stat().st_size
-            sha256 = hashed.result()
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
-        if size != expected["size"]:
-            raise ValueError(
-                f"{file} is incomplete: it has {size} bytes, expected {expected['size']}"
-            )
-        if sha256 != expected["sha256"]:
-            raise ValueError(
-                f"{file} was changed after it was saved: its SHA-256 differs from the manifest's"
-            )
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -175,6 +155,26 @@ def _manifest(path: Path) -> dict[str, Any]:
 def _hashed_together(paths: Iterable[Path]) -> list[tuple[Path, Future[str]]]:
     with ThreadPoolExecutor() as pool:  # hashing releases the GIL, so each file gets a core
         return [(path, pool.submit(sha256_of, path)) for path in paths]
+
+# %% ../../nbs/18a_checkpointing.ipynb #f504d653
+def verify(path: str | Path) -> None:
+    """Compare a checkpoint's files with its manifest; ValueError names the first that differs."""
+    files = _manifest(Path(path))["files"]
+    for file, hashed in _hashed_together(Path(path) / name for name in files):
+        expected = files[file.name]
+        try:
+            size = file.stat().st_size
+            sha256 = hashed.result()
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
+        if size != expected["size"]:
+            raise ValueError(
+                f"{file} is incomplete: it has {size} bytes, expected {expected['size']}"
+            )
+        if sha256 != expected["sha256"]:
+            raise ValueError(
+                f"{file} was changed after it was saved: its SHA-256 differs from the manifest's"
+            )
 
 # %% ../../nbs/18a_checkpointing.ipynb #918775fb
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     for path in [*folder.iterdir(), folder]:  # 2: bytes and names reach the disk
         sync(path)
 
-
+# %% ../../nbs/18a_checkpointing.ipynb #p18aput1
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename a folder to `final` in one step; a folder of that name is first moved aside."""
     if final.exists():
@@ -251,7 +251,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     temporary.rename(final)  # 1: all or nothing
     sync(final.parent)  # 2
 
-
+# %% ../../nbs/18a_checkpointing.ipynb #p18achk1
 def _checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, whole or broken, by step: the oldest first."""
     found = [*folder.glob(".former_*/step_*"), *folder.glob("step_*")]

@@ -114,7 +114,7 @@ def check_between_steps(engine: EngineParts) -> None:
 
 # %% ../../nbs/14b_engine.ipynb #ff1d5bf0
 class StepEngine(EngineParts):
-    """Makes single optimizer steps: what a training loop needs, without the loop."""
+    """Takes single optimizer steps: what a training loop needs, without the loop."""
 
     def setup(self, state: dict[str, Any] | None = None) -> None:
         """Prepare the data and build all parts; with `state`, resume from there.

@@ -60,51 +60,6 @@ from .signals import GracefulStop
 from .sources import read_config, save_config
 from .task import LanguageModelingTask, RegressionTask, TrainingTask
 
-# %% ../../nbs/19a_training.ipynb #e096178c
-AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
-    "lm": LanguageModelingTask,
-    "regression": RegressionTask,
-}
-
-
-def find_task(name: str) -> type[TrainingTask]:
-    """The task class with this name in `AVAILABLE_TASKS`, or at `package.module:Class`.
-
-    The module may be a file in the current folder. ValueError where there is no such class, or
-    where it isn't a complete `TrainingTask`.
-    """
-    if name in AVAILABLE_TASKS:
-        return AVAILABLE_TASKS[name]
-    if ":" not in name:
-        raise ValueError(
-            f"task={name!r} is not one of {sorted(AVAILABLE_TASKS)}; name your own as"
-            " package.module:Class"
-        )
-    task = _load_class("task", name, TrainingTask)
-    missing = set(task.__abstractmethods__)
-    if task.build_data is TrainingTask.build_data:
-        missing.add("build_data")
-    if missing:
-        raise ValueError(f"task={name!r} must define {', '.join(sorted(missing))}")
-    return task
-
-
-def _load_class(key: str, name: str, base: type) -> Any:
-    """The subclass of `base` at `name`; ValueError names the configuration's `key`."""
-    module_name, _, class_name = name.partition(":")
-    if not (module_name and class_name):
-        raise ValueError(f"{key}={name!r} must name a class as package.module:Class")
-    if os.getcwd() not in sys.path:
-        # it stays there, because processes that load data look up the task's classes too
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a name such as ..mine
-        raise ValueError(f"{key}={name!r} cannot be loaded: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{key}={name!r} is not a subclass of {base.__name__}")
-    return found
-
 # %% ../../nbs/19a_training.ipynb #6aeb26b0
 def _checkpoint_to_resume(
     config: Config, manager: CheckpointManager, *, resume: bool | str, logger: Logger
@@ -289,7 +244,7 @@ def _callbacks(
         callbacks.append(ProgressBar())
     return [*callbacks, GracefulStop()]
 
-
+# %% ../../nbs/19a_training.ipynb #p19aown1
 def _own_callbacks(config: Config) -> list[Callback]:
     """The callbacks that the configuration names, each with the arguments it is given."""
     callbacks = []
@@ -314,6 +269,51 @@ def _own_callbacks(config: Config) -> list[Callback]:
 def _peak_flops(device: torch.device, precision: str) -> float:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return matmul_flops(device, dtypes[precision])
+
+# %% ../../nbs/19a_training.ipynb #e096178c
+AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
+    "lm": LanguageModelingTask,
+    "regression": RegressionTask,
+}
+
+
+def find_task(name: str) -> type[TrainingTask]:
+    """The task class with this name in `AVAILABLE_TASKS`, or at `package.module:Class`.
+
+    The module may be a file in the current folder. ValueError where there is no such class, or
+    where it isn't a complete `TrainingTask`.
+    """
+    if name in AVAILABLE_TASKS:
+        return AVAILABLE_TASKS[name]
+    if ":" not in name:
+        raise ValueError(
+            f"task={name!r} is not one of {sorted(AVAILABLE_TASKS)}; name your own as"
+            " package.module:Class"
+        )
+    task = _load_class("task", name, TrainingTask)
+    missing = set(task.__abstractmethods__)
+    if task.build_data is TrainingTask.build_data:
+        missing.add("build_data")
+    if missing:
+        raise ValueError(f"task={name!r} must define {', '.join(sorted(missing))}")
+    return task
+
+
+def _load_class(key: str, name: str, base: type) -> Any:
+    """The subclass of `base` at `name`; ValueError names the configuration's `key`."""
+    module_name, _, class_name = name.partition(":")
+    if not (module_name and class_name):
+        raise ValueError(f"{key}={name!r} must name a class as package.module:Class")
+    if os.getcwd() not in sys.path:
+        # it stays there, because processes that load data look up the task's classes too
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError) as error:  # TypeError: a name such as ..mine
+        raise ValueError(f"{key}={name!r} cannot be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}={name!r} is not a subclass of {base.__name__}")
+    return found
 
 # %% ../../nbs/19a_training.ipynb #41950f5a
 class RunResult(NamedTuple):
@@ -529,7 +529,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
         engine.run()
         return RunResult(engine.state.step, engine.max_steps, engine.metrics, engine.stop_reason)
 
-
+# %% ../../nbs/19a_training.ipynb #p19afin1
 def _finished(engine: TrainingEngine) -> str:
     """Why a finished run isn't trained again, and what to do with it instead."""
     config = engine.config

@@ -1,0 +1,170 @@
+"""Scaling laws: the fit, its corner cases, and the floor that the recorded runs are measured by."""
+
+import math
+
+import numpy as np
+import pytest
+
+from llm_course.pages import scaling as page
+from llm_course.text.stories import is_held_out, read_story
+from llm_course.training.config import Config
+from llm_course.training.scaling import (
+    Law,
+    bootstrap_laws,
+    fit_law,
+    interval,
+    slice_minimum,
+)
+
+PLANTED = Law(E=0.5, A=400.0, a=0.7, B=900.0, b=0.45)
+N = np.geomspace(1e4, 1e6, 6).repeat(3)
+D = 3e10 / N * np.tile([1.0, 3.0, 9.0], 6)
+
+
+# ------------------------------------------------------------------------------ the fit
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        PLANTED,
+        Law(E=0.0, A=50.0, a=0.3, B=700.0, b=0.4),
+        Law(E=1.8, A=480.0, a=0.35, B=2000.0, b=0.37),
+        Law(E=0.3, A=3e6, a=1.4, B=2e5, b=0.9),
+    ],
+)
+def test_a_planted_law_is_found(law):
+    found = fit_law(N, D, law.loss(N, D))
+    assert found.loss(N, D) == pytest.approx(law.loss(N, D), rel=2e-3)
+    assert found[2] == pytest.approx(law.a, abs=0.03) and found.b == pytest.approx(law.b, abs=0.03)
+
+
+def test_a_known_floor_stays_what_it_is():
+    law = fit_law(N, D, PLANTED.loss(N, D), floor=PLANTED.E)
+    assert law.E == PLANTED.E
+    assert law.a == pytest.approx(PLANTED.a, abs=0.01)
+    wrong = fit_law(N, D, PLANTED.loss(N, D), floor=0.2)
+    assert wrong.E == 0.2 and wrong.b < law.b
+
+
+def test_the_fit_is_at_least_as_good_as_a_general_optimizer():
+    """An outside oracle: SciPy's least squares, from a good start, finds nothing better."""
+    optimize = pytest.importorskip("scipy.optimize")
+    noise = np.random.default_rng(3).standard_normal(len(N))
+    losses = PLANTED.loss(N, D) * np.exp(0.02 * noise)
+
+    def error(x):
+        E, A, a, B, b = np.exp(x)
+        return (E + A / N**a + B / D**b) / losses - 1
+
+    theirs = optimize.least_squares(error, np.log(PLANTED))
+    ours = error(np.log(fit_law(N, D, losses)))
+    assert (ours**2).sum() < 1.02 * 2 * theirs.cost
+
+
+def test_what_cannot_be_fitted_is_refused():
+    losses = PLANTED.loss(N, D)
+    with pytest.raises(ValueError, match="4 runs: a law needs at least 5"):
+        fit_law(N[:4], D[:4], losses[:4])
+    fit_law(N[:4], D[:4], losses[:4], floor=0.1)
+    with pytest.raises(ValueError, match="leave out runs that diverged"):
+        fit_law(N, D, np.where(N == N[0], np.nan, losses))
+    with pytest.raises(ValueError, match="the losses don't fall"):
+        fit_law(N, D, N / 1e4, floor=5e3)
+
+
+def test_the_best_size_is_where_no_other_is_better():
+    for compute in (1e11, 1e20):
+        size, tokens = PLANTED.best_size(compute)
+        assert 6 * size * tokens == pytest.approx(compute)
+        best = PLANTED.loss(size, tokens)
+        for factor in (0.97, 1.03):
+            assert PLANTED.loss(size * factor, tokens / factor) > best
+    with pytest.raises(ValueError, match="compute"):
+        PLANTED.best_size(0)
+
+
+def test_resampled_laws_are_the_same_for_the_same_seed_and_hold_the_truth():
+    losses = PLANTED.loss(N, D) * np.exp(0.01 * np.random.default_rng(1).standard_normal(len(N)))
+    laws = bootstrap_laws(N, D, losses, repeats=20, seed=4)
+    assert laws == bootstrap_laws(N, D, losses, repeats=20, seed=4)
+    low, high = interval([law.b for law in laws], level=1 - 1e-9)
+    assert low < PLANTED.b < high
+    assert interval([1.0, 2.0, 3.0], level=0.5) == (1.5, 2.5)
+
+
+def test_a_parabola_over_the_logarithm_has_its_minimum_found():
+    sizes = np.geomspace(1e4, 1e6, 5)
+    losses = 1.2 + 0.3 * np.log(sizes / 7e4) ** 2
+    size, loss = slice_minimum(sizes, losses)
+    assert (size, loss) == (pytest.approx(7e4), pytest.approx(1.2))
+    with pytest.raises(ValueError, match="at least three"):
+        slice_minimum(sizes[:2], losses[:2])
+    with pytest.raises(ValueError, match="no minimum"):
+        slice_minimum(sizes, -losses)
+
+
+# ------------------------------------------------------------------------------ the floor
+
+
+@pytest.fixture(scope="module")
+def story_data(tmp_path_factory):
+    config = Config(
+        run_dir=str(tmp_path_factory.mktemp("run")),
+        model={"max_position_embeddings": 96},
+        data={"corpus": "stories", "stories": {"level": "easy", "num_bytes": 60_000}}
+        | {"vocab_size": 400, "sequence_length": 96, "val_fraction": 0.3},
+    )
+    data = page.StoryTask(config).build_data()
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_validation_rows_are_the_beginnings_of_held_out_stories(story_data):
+    batch = next(iter(story_data.val_dataloader()))
+    eos = story_data.tokenizer.eos_token_id
+    assert (batch["input_ids"][:, 0] == eos).all() and not (batch["labels"] == eos).any()
+    texts = [story_data.tokenizer.decode(row.tolist()) for row in batch["labels"]]
+    stories = [story_data.tokenizer.decode(one) for one in story_data.val_dataset.documents]
+    assert all(is_held_out(story, 0.3) for story in stories)
+    assert all(story.startswith(text) for story, text in zip(stories, texts, strict=False))
+
+
+def test_the_floor_is_the_information_in_these_very_texts(story_data):
+    """Read each beginning as an unfinished story: the finished choices can't hold more bits."""
+    rows = story_data.val_dataset.rows[:, 1:]
+    texts = [story_data.tokenizer.decode(row.tolist()) for row in rows]
+    bits = math.fsum(read_story(text, "easy").bits for text in texts)
+    floor = story_data.floor * rows.size / math.log(2)
+    assert bits <= floor < bits + 12 * len(texts)  # the last, unfinished choice adds a little
+    assert 0.2 < story_data.floor < 0.7
+
+
+# ------------------------------------------------------------------------------ the record
+
+
+def test_the_record_holds_what_the_page_says():
+    runs = page.scaling_runs()
+    assert len(set(runs.N)) >= 6 and runs.N.min() < 2e4 and runs.N.max() > 3e5
+    for budget in set(runs.budget):
+        chosen = page.of_budget(runs, budget)
+        assert len(chosen.N) >= 5
+        assert 6 * chosen.N * chosen.D == pytest.approx(budget, rel=0.02)
+    floor = page.record()["floor"]
+    assert (runs.loss > floor).all()
+    found = page.record()["prediction"]
+    assert 6 * found["N"] * found["D"] == pytest.approx(4 * runs.budget.max(), rel=0.02)
+    law = fit_law(runs.N, runs.D, runs.loss, floor=floor)
+    assert law.loss(found["N"], found["D"]) == pytest.approx(found["fixed"][1], rel=1e-3)
+
+
+def test_the_recorded_runs_are_those_of_the_configuration(tmp_path):
+    from llm_course.training.sweep import read_sweep
+
+    points = read_sweep(page.RECORD.parents[2] / "configs" / "scaling.yaml", tmp_path)
+    tokens = [p.config.training.max_steps * 4 * 256 for p in points]
+    assert tokens == page.scaling_runs().D.tolist(), "run `make scaling`"
+    points = read_sweep(page.RECORD.parents[2] / "configs" / "transfer.yaml", tmp_path)
+    rates = [p.config.optimization.learning_rate for p in points]
+    assert rates == [row["rate"] for row in page.record()["transfer"]], "run `make scaling`"
