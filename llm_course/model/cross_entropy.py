@@ -109,11 +109,11 @@ def linear_cross_entropy(
 
     Only the logits of `chunk_size` positions exist at a time. The gradients are computed in the
     forward pass, if gradients are enabled, so there is no second derivative, and `torch.func`
-    doesn't work. Under autocast the products have its type, except for float64. The gradient of the
-    *sum* must fit into the type of `weight`: in float16 the sum over many tokens overflows, and
-    scaling the loss doesn't help; use bfloat16.
+    doesn't work. Under autocast the products are in its type, unless the inputs are float64. The
+    gradient of the *sum* must fit into the type of `weight`: in float16 the sum over many tokens
+    overflows, and scaling the loss doesn't help; use bfloat16.
 
-    Raises ValueError for shapes, types or options that don't fit, and, on a CPU or MPS and not
+    Raises ValueError for shapes, types or options that don't fit, and, on a CPU or MPS when not
     compiled, for a label that is neither in 0..V-1 nor IGNORE_INDEX. Source: Hsu et al. 2024,
     "Liger Kernel", section 3.2; Gemma 2 report, section 2 (softcap); Chowdhery et al. 2022
     (z-loss).
