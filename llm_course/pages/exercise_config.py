@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import functools
 import math
 import os
 import tempfile
@@ -761,25 +762,24 @@ LEAVES = [
     for key in KEY_TYPES
     if key not in SECTIONS and ("." not in key or key.rpartition(".")[0] in SECTIONS)
 ]
-_read_before: dict[Any, dict[str, Any]] = {}
 
 
 def values_of(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
     """{key: value} for each of LEAVES, as load_config reads them with this environment and no
     other.
     """
-    asked = (os.getcwd(), *words, *environment.items())
-    if asked not in _read_before:  # reading takes a while
-        others = {
-            name: text for name, text in os.environ.items() if not name.startswith("LLM_COURSE_")
-        }
-        with patch.dict(os.environ, others | dict(environment), clear=True):
-            config = load_config(list(words))[0]
-        found = {}
-        for key in LEAVES:
-            found[key] = attrgetter(key)(config)
-        _read_before[asked] = found
-    return dict(_read_before[asked])
+    return dict(_values_read(os.getcwd(), tuple(words), tuple(environment.items())))
+
+
+@functools.cache  # reading takes a while
+def _values_read(
+    folder: str, words: tuple[str, ...], environment: tuple[tuple[str, str], ...]
+) -> dict[str, Any]:
+    """`values_of` in a working folder."""
+    others = {name: text for name, text in os.environ.items() if not name.startswith("LLM_COURSE_")}
+    with patch.dict(os.environ, others | dict(environment), clear=True):
+        config = load_config(list(words))[0]
+    return {key: attrgetter(key)(config) for key in LEAVES}
 
 
 def check_explained(

@@ -453,7 +453,6 @@ def task4_targets(mended_fit: Answer) -> Any:
             " the"
             " inputs, and which the targets?"
         )
-        print("Task 4, the targets: every test in this cell passed")
 
 
 def task4_gradients(mended_fit: Answer) -> None:
@@ -480,7 +479,6 @@ def task4_gradients(mended_fit: Answer) -> None:
             " times"
             " the first): do the weights move? Does the optimizer get learning_rate?"
         )
-        print("Task 4, the gradients: every test in this cell passed")
 
 
 def report_slips(losses: list[Tensor], num_tokens: int) -> dict[str, Tensor]:
@@ -547,7 +545,6 @@ def task4_report(mended_fit: Answer) -> None:
     with case("Task 4, the report"):
         check_report(mended_fit, [(3, 4, 8), (5, 1, 2), (9, 2, 5)], [], 0.0)
         check_report(mended_fit, [(3, 4, 8), (5, 1, 2), (9, 2, 5)], [constant(11, 2, 6)], 0.0)
-        print("Task 4, the report: every test in this cell passed")
 
 
 def task4_whole_loop(mended_fit: Answer) -> None:

@@ -40,12 +40,19 @@ from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.run import find_task
 from llm_course.training.task import RegressionTask, StepOutput
 
-known_configs: dict[str, Config] = {}  # YAML is slow to read: what is in the checks' own files
+
+@functools.cache
+def known_configs() -> dict[str, Config]:
+    """What is in the checks' own files, by their paths, because YAML is slow to read.
+
+    It's behind a function because the grader refuses an answer when a checker's variables change.
+    """
+    return {}
 
 
 def read_config(path: str | Path) -> Config:
     """The configuration in a `config.yaml`."""
-    return copy.deepcopy(known_configs.get(str(path)) or sources.read_config(path))
+    return copy.deepcopy(known_configs().get(str(path)) or sources.read_config(path))
 
 
 @contextlib.contextmanager
@@ -875,7 +882,7 @@ def make_run(
     path.write_text(
         json.dumps(changed_settings(dataclasses.asdict(config), dataclasses.asdict(Config())))
     )
-    known_configs[str(path)] = config
+    known_configs()[str(path)] = config
     return str(folder)
 
 
@@ -914,7 +921,7 @@ def loss_by_hand(
     run: str, step: int, first: int = 0, end: int = 64, data_of: str | None = None
 ) -> float:
     """The mean squared error over validation rows, all or some, of this run or of another."""
-    data = RegressionTask(known_configs[str(Path(data_of or run, "config.yaml"))]).build_data()
+    data = RegressionTask(known_configs()[str(Path(data_of or run, "config.yaml"))]).build_data()
     data.setup()
     rows: Any = data.val_dataset
     x = rows.x[first:end]
@@ -1102,7 +1109,7 @@ def check_refusals(answers: Answers, runs: Runs) -> None:
     with silent_case("Task 4, what is refused"):
         (runs.folder / "poems").mkdir(exist_ok=True)
         (runs.folder / "poems" / "config.yaml").write_text("task: lm")
-        known_configs[str(runs.folder / "poems" / "config.yaml")] = Config()
+        known_configs()[str(runs.folder / "poems" / "config.yaml")] = Config()
         (runs.folder / "notes").mkdir(exist_ok=True)
         for name, words in (
             ("poems", ("lm", "regression")),
