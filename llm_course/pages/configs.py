@@ -21,6 +21,7 @@ from llm_course.model.estimate import TrainingMemory, count_parameters, training
 from llm_course.pages.engine import Paragraphs, tiny_model, write
 from llm_course.pages.pretrained import continued, story_rows
 from llm_course.pages.storyteller import load_storyteller
+from llm_course.training import epoch
 from llm_course.training.config import Config
 from llm_course.training.sources import load_config
 
@@ -237,3 +238,8 @@ def show_table(
     axis.set_yticks(range(len(rows)), list(rows), fontsize=8)
     axis.set_title(title, fontsize=10)
     plt.show()
+
+
+def planned_steps(config: Config, num_items: int) -> int:
+    """What the engine of chapter 14 makes of the length of a run."""
+    return epoch.planned_steps(config, num_items=num_items)
