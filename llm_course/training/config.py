@@ -17,18 +17,23 @@ from ..checks import bounded, check_fields, fits_type
 from ..model.config import ModelConfig
 from ..text.cleaning import CLEANING_STEPS
 
-# %% ../../nbs/12a_config.ipynb #a4c3fded
+# %% ../../nbs/12a_config.ipynb #12anulls
 NULLS = ("null", "Null", "NULL", "~")  # what YAML reads as nothing, and we as null even in quotes
 
 
-def _check_section(section: str, part: Any) -> None:
-    """Make the fields of `part` plain; ValueError names the first that doesn't fit by its path."""
-    check_fields(part, section)
+def _refuse_null_texts(section: str, part: Any) -> None:
+    """ValueError for a text that a file would read back as None."""
     for each in fields(part):
         value = getattr(part, each.name)
         if value in NULLS and fits_type(None, each.type):
             path = f"{section}.{each.name}".lstrip(".")
             raise ValueError(f"{path}={value!r} is nothing in YAML: use None, or another text")
+
+# %% ../../nbs/12a_config.ipynb #a4c3fded
+def _check_section(section: str, part: Any) -> None:
+    """Make the fields of `part` plain; ValueError names the first that doesn't fit by its path."""
+    check_fields(part, section)
+    _refuse_null_texts(section, part)
 
 # %% ../../nbs/12a_config.ipynb #0f688aaf
 @dataclass(kw_only=True)
@@ -68,7 +73,7 @@ class StoriesConfig:
     def __post_init__(self) -> None:
         _check_section("data.stories", self)
 
-
+# %% ../../nbs/12a_config.ipynb #12adata0
 @dataclass(kw_only=True)
 class DataConfig:
     """What the model reads.
