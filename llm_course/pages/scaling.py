@@ -175,9 +175,11 @@ def plot_slice(runs: Runs, budget: float) -> None:
     chosen = of_budget(runs, budget)
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
     axes.plot(chosen.N / 1000, chosen.loss, "o-")
+    best = chosen.N[chosen.loss.argmin()] / 1000
     for N, D, loss in zip(chosen.N / 1000, chosen.D / 1000, chosen.loss, strict=True):
-        place: Any = dict(textcoords="offset points", xytext=(0, 12), fontsize=8, ha="center")
-        place["bbox"] = dict(facecolor="white", edgecolor="none", pad=1)
+        side = "left" if N < best else "right" if N > best else "center"
+        up = -14 if N == best else 7
+        place: Any = dict(textcoords="offset points", xytext=(0, up), fontsize=8, ha=side)
         axes.annotate(f"{D:,.0f}k tokens", (N, loss), **place)
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
     axes.set(title=f"Five models, {_operations(budget)} operations each")
