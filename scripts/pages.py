@@ -93,22 +93,21 @@ def run_page(path: Path, **options) -> bool:
         return run_as_nbdev(path, **options)[0]
 
 
-def _run_and_exit(path: Path, options: dict) -> None:
+def _run_and_exit(path: Path, folder: str, options: dict) -> None:
     # as in a kernel; a shell may have started this in its background, where Ctrl-C is ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        passed = run_page(path, **options)
-    sys.exit(not passed)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    sys.exit(not run_page(path, **options))
 
 
 def test_page(path: Path, **options) -> tuple[bool, float]:
     """What nbdev's `test_nb` returns: whether it passed, and the seconds."""
     start = time.monotonic()
     context = get_context("fork" if sys.platform == "linux" else "spawn")
-    process = context.Process(target=_run_and_exit, args=(path, options))
-    process.start()
-    process.join()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = context.Process(target=_run_and_exit, args=(path, folder, options))
+        process.start()
+        process.join()
     return process.exitcode == 0, time.monotonic() - start
 
 

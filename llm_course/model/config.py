@@ -278,12 +278,12 @@ class ModelConfig:
 
     @property
     def resolved_head_dim(self) -> int:
-        """D: `head_dim`, or hidden_size / num_heads if it is None."""
+        """The size D of a head: `head_dim`, or hidden_size / num_heads if it is None."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def resolved_intermediate_size(self) -> int:
-        """F: `intermediate_size`, or the rule for None if it is None."""
+        """The inner size F of an MLP: `intermediate_size`, or the rule for None if it is None."""
         width = self.hidden_size * 8 / 3 if self.use_glu else self.hidden_size * 4
         return self.intermediate_size or math.ceil(width / 32) * 32
 

@@ -175,8 +175,11 @@ def plot_slice(runs: Runs, budget: float) -> None:
     chosen = of_budget(runs, budget)
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
     axes.plot(chosen.N / 1000, chosen.loss, "o-")
+    best = chosen.N[chosen.loss.argmin()] / 1000
     for N, D, loss in zip(chosen.N / 1000, chosen.D / 1000, chosen.loss, strict=True):
-        place: Any = dict(textcoords="offset points", xytext=(0, 9), fontsize=8, ha="center")
+        side = "left" if N < best else "right" if N > best else "center"
+        up = -14 if N == best else 7
+        place: Any = dict(textcoords="offset points", xytext=(0, up), fontsize=8, ha=side)
         axes.annotate(f"{D:,.0f}k tokens", (N, loss), **place)
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
     axes.set(title=f"Five models, {_operations(budget)} operations each")
@@ -211,6 +214,7 @@ def plot_floors(free: Sequence[Law], floor: float) -> None:
     """Where the fits to resampled runs put E, beside the floor that is known."""
     _, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
     axes.hist([law.E for law in free], bins=30, color="tab:blue", alpha=0.6, label="fitted E")
+    axes.axvline(0, color="black", linestyle=":", linewidth=4, label="lowest E allowed")
     axes.axvline(floor, color="tab:red", label="the entropy")
     axes.set(xlabel="nats per token", ylabel="fits", xlim=(0, None))
     axes.legend(fontsize=8)

@@ -54,6 +54,14 @@ def _size(output: Any) -> Tensor | None:
     first = output[0] if isinstance(output, tuple) else output
     return first.detach().float().square().mean().sqrt() if isinstance(first, Tensor) else None
 
+
+def _unclipped(found: dict[str, float], metrics: dict[str, Any]) -> dict[str, float]:
+    """`found`, with the norms of the layers' gradients as they were before clipping."""
+    norms = [name for name in found if name.startswith("grad_norm/")]
+    clipped = sum(found[name] ** 2 for name in norms) ** 0.5
+    before = {name: found[name] * (metrics["grad_norm"] / max(clipped, 1e-30)) for name in norms}
+    return found | before
+
 # %% ../../nbs/17a_monitoring.ipynb #0f7886b6
 class LayerMonitor(Callback):
     """Add the health of each layer to the metrics every `log_interval` steps.
@@ -74,10 +82,9 @@ class LayerMonitor(Callback):
     def on_train_start(self, engine: TrainingEngine) -> None:
         self._engine = engine
         self._layers = _layers(engine.model)
-        optimizer = engine.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_update),
-            optimizer.register_step_post_hook(self._after_update),
+            engine.optimizer.register_step_pre_hook(self._before_update),
+            engine.optimizer.register_step_post_hook(self._after_update),
         ]
         for name, module in engine.model.named_modules():
             if name in self._layers:
@@ -109,11 +116,7 @@ class LayerMonitor(Callback):
     def on_step_end(self, engine: TrainingEngine, metrics: dict[str, Any]) -> None:
         found = {name: value.item() for name, value in self._found.items()}
         self._found = {}
-        norms = [name for name in found if name.startswith("grad_norm/")]
-        clipped = sum(found[name] ** 2 for name in norms) ** 0.5
-        for name in norms:  # as they were before clipping
-            found[name] *= metrics["grad_norm"] / max(clipped, 1e-30)
-        metrics |= found
+        metrics |= _unclipped(found, metrics)
 
     def on_train_end(self, engine: TrainingEngine) -> None:
         for hook in self._hooks:

@@ -325,8 +325,26 @@ class RunResult(NamedTuple):
     stop_reason: str | None  # None: it reached its last step
 
 
-def _introduce(engine: TrainingEngine, logger: Logger) -> None:
-    """Log the data, the model and the device."""
+def _manager(config: Config, logger: Logger) -> CheckpointManager:
+    """The manager of a run's checkpoints."""
+    settings = config.checkpoint
+    return CheckpointManager(
+        config.checkpoint_dir,
+        keep_last=settings.keep_last,
+        best_metric=settings.best_metric,
+        best_mode=settings.best_mode,
+        logger=logger,
+    )
+
+
+def _introduce(engine: TrainingEngine, logger: Logger, *, resumed: bool) -> None:
+    """Log where the run goes on, if it's resumed, and the data, the model and the device."""
+    if resumed:
+        run_dir = Path(engine.config.run_dir)
+        logger.info(
+            f"resuming the unfinished run in {run_dir} at step {engine.state.step} of"
+            f" {engine.max_steps}"
+        )
     info = getattr(engine.data, "info", {})
     if info:
         logger.info(
@@ -493,13 +511,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
     check_division(config, runtime.world_size)
     _check_memory(config, runtime)
     task = find_task(config.task)(config)
-    manager = CheckpointManager(
-        config.checkpoint_dir,
-        keep_last=config.checkpoint.keep_last,
-        best_metric=config.checkpoint.best_metric,
-        best_mode=config.checkpoint.best_mode,
-        logger=logger,
-    )
+    manager = _manager(config, logger)
     with _alone(config) if runtime.is_main else nullcontext():
         runtime.barrier()
         if runtime.is_main:
@@ -519,12 +531,7 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
         if state is None and config.init_from is not None:
             _load_initial(engine, initial)
         if runtime.is_main:
-            if state is not None:
-                logger.info(
-                    f"resuming the unfinished run in {run_dir} at step {engine.state.step} of"
-                    f" {engine.max_steps}"
-                )
-            _introduce(engine, logger)
+            _introduce(engine, logger, resumed=state is not None)
             save_config(config, run_dir / "config.yaml")
         engine.run()
         return RunResult(engine.state.step, engine.max_steps, engine.metrics, engine.stop_reason)
