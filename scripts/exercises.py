@@ -233,7 +233,7 @@ def write_student(destination: Path, seed: int = 0) -> None:
     """Write all that a student needs to an empty folder: pages, package, exercises."""
     if destination.exists() and any(destination.iterdir()):
         sys.exit(f"{destination} is not empty: name a new folder, or empty it first")
-    caches = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+    caches = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "runs")
     for name in FOR_STUDENTS:
         source = ROOT / name
         target = destination / name

@@ -923,7 +923,7 @@ def test_a_conjugate_keeps_its_sign(tmp_path):
 )
 def test_what_is_no_state_is_refused_before_anything_is_written(state, step, tmp_path):
     ours = manager_of(tmp_path / "run")
-    with pytest.raises(ValueError, match="step=-1 must be|the state must be a dict, whose 'model'"):
+    with pytest.raises(ValueError, match="step=-1 must be|the state must be a dict whose 'model'"):
         ours.save(state, step=step)
     assert not ours.folder.exists()
 

@@ -141,10 +141,10 @@ def test_a_rank_that_is_no_number_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "state, step, words",
     [
-        (None, 1, "the state must be a dict, whose 'model' is a dict of tensors"),
-        ({"model": [1]}, 1, "the state must be a dict, whose 'model' is a dict of tensors"),
+        (None, 1, "the state must be a dict whose 'model' is a dict of tensors"),
+        ({"model": [1]}, 1, "the state must be a dict whose 'model' is a dict of tensors"),
         # it would be written, and no checkpoint afterwards
-        ({"model": {}, "metrics": [1.0]}, 1, "whose 'metrics' a dict of numbers"),
+        ({"model": {}, "metrics": [1.0]}, 1, "whose 'metrics' is a dict of numbers"),
         ({"model": {}}, None, "step=None must be a whole number of at least 0"),
         ({"model": {}}, 1.5, "step=1.5 must be a whole number of at least 0"),
     ],
