@@ -122,10 +122,18 @@ def record() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
+def as_runs(rows: Sequence[Mapping[str, Any]]) -> Runs:
+    """The recorded runs, where several seeds of a run make one: its loss is their mean."""
+    seeds: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        seeds.setdefault((row["N"], row["D"]), []).append(row)
+    means = [{**same[0], "loss": np.mean([row["loss"] for row in same])} for same in seeds.values()]
+    return Runs(*(np.array([row[name] for row in means]) for name in Runs._fields))
+
+
 def scaling_runs() -> Runs:
     """The runs that the law is fitted to."""
-    rows = record()["scaling"]
-    return Runs(*(np.array([row[name] for row in rows]) for name in Runs._fields))
+    return as_runs(record()["scaling"])
 
 
 def of_budget(runs: Runs, budget: float) -> Runs:
