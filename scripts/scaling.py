@@ -1,4 +1,4 @@
-"""Record the runs of chapter 22, in an hour on one core: `make scaling`
+"""Record the runs of chapter 22, in half an hour on one core: `make scaling`
 
     python scripts/scaling.py [FOLDER]     # where the runs go; default runs/
 
@@ -26,10 +26,10 @@ from llm_course.training.scaling import FLOPS_PER_PARAMETER, bootstrap_laws, fit
 from llm_course.training.sweep import Point, read_sweep, run_sweep
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-BUDGETS = (6e10, 1.5e11, 3.8e11, 1e12, 2.5e12)  # of the runs in configs/scaling.yaml
+BUDGETS = (6e10, 1.5e11, 3.8e11, 1e12)  # of the runs in configs/scaling.yaml
 LARGER = 4  # the predicted run's compute, over that of the largest budget
 # width: layers, heads. All are large enough to read no text twice with that compute.
-SHAPES = {96: (4, 3), 112: (4, 4), 128: (4, 4), 160: (4, 5)}
+SHAPES = {64: (3, 2), 96: (3, 3), 112: (4, 4), 128: (4, 4)}
 PROMPT = "Once upon a time there was a little"
 
 Record = dict[str, Any]

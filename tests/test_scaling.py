@@ -146,8 +146,8 @@ def test_the_floor_is_the_information_in_these_very_texts(story_data):
 
 def test_the_record_holds_what_the_page_says():
     runs = page.scaling_runs()
-    assert len(set(runs.N)) >= 9 and runs.N.min() < 2e4 and runs.N.max() > 3e6
-    assert len(set(runs.budget)) == 5
+    assert len(set(runs.N)) >= 9 and runs.N.min() < 2e4 and runs.N.max() > 1.5e6
+    assert len(set(runs.budget)) == 4
     for budget in set(runs.budget):
         chosen = page.of_budget(runs, budget)
         assert len(chosen.N) >= 5
@@ -163,11 +163,11 @@ def test_the_record_holds_what_the_page_says():
 
 def test_seeds_of_a_run_make_one_run_with_their_mean_loss():
     runs = page.scaling_runs()
-    for budget in sorted(set(runs.budget))[:2]:
-        chosen = page.of_budget(runs, budget)
-        seeds = page.seeds_of(budget)
-        assert [*seeds] == chosen.N.tolist() and {len(losses) for losses in seeds.values()} == {3}
-        assert [np.mean(losses) for losses in seeds.values()] == pytest.approx(chosen.loss.tolist())
+    smallest = min(runs.budget)
+    seeds = page.seeds_of(smallest)
+    chosen = page.of_budget(runs, smallest)
+    assert [*seeds] == chosen.N.tolist() and {len(losses) for losses in seeds.values()} == {3}
+    assert [np.mean(losses) for losses in seeds.values()] == pytest.approx(chosen.loss.tolist())
     assert len(page.single_runs()) == len(runs.N)
 
 
