@@ -212,21 +212,39 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter("")
 
 
-def plot_slice(runs: Runs, budget: float, *, parabola: bool = False) -> None:
-    """The losses of one budget over the models' sizes; on request with a parabola through them."""
+def best_of(runs: Runs, budget: float, count: int = 4) -> Runs:
+    """The runs of one slice with the lowest losses, from the smallest model to the largest."""
+    chosen = of_budget(runs, budget)
+    lowest = np.sort(chosen.loss.argsort()[:count])
+    return Runs(*(column[lowest] for column in chosen))
+
+
+def plot_slice(runs: Runs, budget: float) -> None:
+    """The losses of one budget over the models' sizes."""
     chosen = of_budget(runs, budget)
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
-    axes.plot(chosen.N / 1000, chosen.loss, "o" if parabola else "o-")
-    if parabola:
-        N = np.geomspace(chosen.N[0] / 1.2, chosen.N[-1] * 1.2, 80)
-        bend = np.polynomial.Polynomial.fit(np.log(chosen.N), chosen.loss, 2)
-        axes.plot(N / 1000, bend(np.log(N)), color="tab:orange")
-        size, loss = slice_minimum(chosen.N, chosen.loss)
-        axes.plot(size / 1000, loss, "v", color="tab:orange", markersize=9)
-        label: Any = dict(textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
-        axes.annotate(f"{size:,.0f} parameters", (size / 1000, loss), **label)
-    else:
-        _label_tokens(axes, chosen)
+    axes.plot(chosen.N / 1000, chosen.loss, "o-")
+    _label_tokens(axes, chosen)
+    _finish_slice(axes, chosen, budget)
+
+
+def plot_parabolas(runs: Runs, budget: float) -> None:
+    """The losses of one budget, a parabola through the four best of them, and one through all."""
+    chosen = of_budget(runs, budget)
+    _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    axes.plot(chosen.N / 1000, chosen.loss, "o", color="tab:blue")
+    some = {"the four best": best_of(runs, budget), "all": chosen}
+    for (name, near), color in zip(some.items(), ("tab:orange", "tab:red"), strict=True):
+        N = np.geomspace(near.N[0] / 1.4, near.N[-1] * 1.4, 80)
+        parabola = np.polynomial.Polynomial.fit(np.log(near.N), near.loss, 2)
+        axes.plot(N / 1000, parabola(np.log(N)), color=color, linewidth=1, label=name)
+        size, loss = slice_minimum(near.N, near.loss)
+        axes.plot(size / 1000, loss, "v", color=color, markersize=8)
+    axes.legend(title="a parabola through", fontsize=8)
+    _finish_slice(axes, chosen, budget)
+
+
+def _finish_slice(axes: Any, chosen: Runs, budget: float) -> None:
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
     axes.set(title=f"{len(chosen.N)} models, {_operations(budget)} operations each")
     axes.margins(x=0.15, y=0.2)
