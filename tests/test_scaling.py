@@ -187,6 +187,30 @@ def test_the_recorded_runs_are_those_of_the_configuration(tmp_path):
     assert runs == [(row["tokens"], row["rate"]) for row in stored["batches"]], "run `make scaling`"
 
 
+def test_the_law_and_the_parabolas_agree_on_the_best_size():
+    runs = page.scaling_runs()
+    law = fit_law(runs.N, runs.D, runs.loss, floor=page.record()["floor"])
+    for budget in set(runs.budget):
+        near = page.best_of(runs, budget)
+        assert near.loss.max() == np.sort(page.of_budget(runs, budget).loss)[3]
+        size, _ = slice_minimum(near.N, near.loss)
+        assert 0.75 < law.best_size(budget)[0] / size < 1.25
+
+
+TASKS = ("standard", "muP")
+
+
+def test_the_best_rate_moves_less_in_mup():
+    best = page.best_rates()
+    for optimizer in ("adamw", "muon"):
+        widths = best[optimizer, "standard"]
+        assert len(widths) >= 4 and [*widths] == sorted(widths)
+        drift = {task: best[optimizer, task][32] / best[optimizer, task][128] for task in TASKS}
+        assert drift["standard"] > 2 > drift["muP"]
+        curves = [page.rate_curves(optimizer, task) for task in TASKS]
+        assert curves[0][64] == curves[1][64]  # the base width: the same runs
+
+
 # ------------------------------------------------------------------------------ batches
 
 
