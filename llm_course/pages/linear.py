@@ -14,7 +14,7 @@ Product = Callable[[Tensor, Tensor], Tensor]  # x (n, C) and W (F, C) to (n, F)
 WIDTH = 1024  # C = F of the products that are measured
 
 
-# ----------------------------------------------------------------------------------- the storyteller
+# ---------------------------------------------------------------------------------- the storyteller
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def draw_roofline(machine: Machine, rows: Sequence[int], runs: Mapping[str, list
 
 
 def draw_limits(machine: Machine, rows: int) -> None:
-    """Where a product of so many rows lies on a machine's roof, and how long each half of it takes."""
+    """A product of so many rows on a machine's roof, and how long memory and arithmetic take."""
     width = machine.bytes_per_number
     operations = 2 * rows * WIDTH**2
     arithmetic = operations / machine.operations_per_second
