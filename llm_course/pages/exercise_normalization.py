@@ -170,8 +170,11 @@ BUGS = ("epsilon", "order", "variance")
 def check_mended(mended: Answer) -> None:
     """Task 2: the layer norm without its three bugs."""
     with case("Task 2, mended_layer_norm"):
-        x, w, b = normal(3, 5), torch.linspace(0.5, 2, 5), torch.linspace(-1, 1, 5)
-        one, none = torch.ones(5), torch.zeros(5)
+        x = normal(3, 5)
+        w = torch.linspace(0.5, 2, 5)
+        b = torch.linspace(-1, 1, 5)
+        one = torch.ones(5)
+        none = torch.zeros(5)
         with forbid(*READY_NORMS):
             untouched(mended, (x, w, b), 1e-5, words=CHANGED)
             plain = mended(x, one, none, 1e-5)
@@ -240,7 +243,8 @@ def check_seen_by(answers: Answers) -> None:
         for test, size, C in (("A", 1, 4096), ("B", 1, 4), ("C", 1e-3, 4096), ("D", 1, 4096)):
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(8, C, generator=generator) * size
-            w, b = torch.ones(C), torch.zeros(C)
+            w = torch.ones(C)
+            b = torch.zeros(C)
             if test == "D":
                 w, b = torch.randn(2, C, generator=generator)
             right = F.layer_norm(x, (C,), w, b)
@@ -355,7 +359,8 @@ def check_backward(rms_backward: Answer) -> None:
     with case("Task 4, rms_backward"):
         _check_two_numbers(rms_backward)
         x, grad = normal(2, 3, 5)
-        w, one = torch.linspace(0.5, 2, 5), torch.ones(5)
+        w = torch.linspace(0.5, 2, 5)
+        one = torch.ones(5)
         words = "your function changes one of its arguments in place: work on new tensors"
         with forbid(*AUTOGRAD):
             weighed = untouched(rms_backward, (x, w, grad), 1e-6, words=words)
@@ -383,7 +388,8 @@ def check_backward(rms_backward: Answer) -> None:
 
 def _check_two_numbers(rms_backward: Answer) -> None:
     """The page's example, x = (1, 7)."""
-    x, up = torch.tensor([[1.0, 7.0]]), torch.tensor([[0.0, 1.0]])
+    x = torch.tensor([[1.0, 7.0]])
+    up = torch.tensor([[0.0, 1.0]])
     with forbid(*AUTOGRAD):
         by_hand = rms_backward(x, torch.ones(2), up, 0.0)
     expect_kind(by_hand, x)
@@ -495,7 +501,8 @@ def check_add_and_norm(add_and_norm: Answer) -> None:
 
 def _check_float32(add_and_norm: Answer) -> None:
     x, residual = normal(2, 2, 3, 5)
-    w, one = torch.linspace(0.5, 2, 5), torch.ones(5)
+    w = torch.linspace(0.5, 2, 5)
+    one = torch.ones(5)
     words = (
         "your function changes one of its arguments in place: in float32 `.to` copies nothing, so"
         " write a + b, not a += b"

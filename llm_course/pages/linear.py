@@ -65,7 +65,8 @@ def best_seconds(action: Callable[[], object], runs: int = 9) -> float:
 
 def measure_machine() -> Machine:
     """The speed of a large product in float32, and of reading 256 MiB."""
-    a, b = torch.randn(2048, WIDTH), torch.randn(WIDTH, WIDTH)
+    a = torch.randn(2048, WIDTH)
+    b = torch.randn(WIDTH, WIDTH)
     operations = 2 * 2048 * WIDTH * WIDTH
     much = torch.ones(2**26)
     return Machine(
