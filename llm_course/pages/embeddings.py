@@ -104,12 +104,18 @@ def cosines_within(rows: Tensor) -> Tensor:
     return (directions @ directions.T)[first, second]
 
 
-@torch.no_grad()
-def story_loss(shift: int = 0, num_tokens: int = 400) -> float:
-    """The storyteller's loss on a story, in nats a token, if all ids are off by `shift`."""
-    model, tokenizer = load_storyteller()
+@cache
+def story_ids(num_tokens: int = 400) -> Tensor:
+    """The beginning of a story that the storyteller hasn't read: (T,)."""
     text = "\n".join(story_documents("easy", num_bytes=4000, seed=78))
-    ids = (torch.tensor(tokenizer.encode(text)[:num_tokens]) + shift) % model.config.vocab_size
+    return torch.tensor(load_storyteller()[1].encode(text)[:num_tokens])
+
+
+@torch.no_grad()
+def story_loss(shift: int = 0) -> float:
+    """The storyteller's loss on a story, in nats a token, if all ids are off by `shift`."""
+    model, _ = load_storyteller()
+    ids = (story_ids() + shift) % model.config.vocab_size
     return F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
 
 
