@@ -3,7 +3,7 @@ models with their tasks.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
@@ -222,6 +222,21 @@ def three_back(
     return (ids,), targets
 
 
+def look_up_names(
+    rows: int, T: int, generator: torch.Generator
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A list of different names, each with a value, and then the names in another order, each asking
+    for its value: ids of names (0 to 63) and of values (64 to 79, and 80 for a question).
+    """
+    half = T // 2
+    names = torch.rand(rows, 64, generator=generator).argsort(-1)[:, :half]
+    values = torch.randint(64, 80, (rows, half), generator=generator)
+    asked = torch.rand(rows, half, generator=generator).argsort(-1)  # the order of the questions
+    targets = torch.cat((torch.full_like(values, -100), values.gather(1, asked)), dim=1)
+    ids = torch.cat((names, names.gather(1, asked)), dim=1)
+    return (ids, torch.cat((values, torch.full_like(values, 80)), dim=1)), targets
+
+
 def train(model: Reader, task: Task, steps: int = 100) -> Reader:
     """Train on texts of 8, 16 and 32 tokens in turns."""
     generator = torch.Generator().manual_seed(0)
@@ -263,3 +278,32 @@ def score_by_distance(model: Reader, T: int = 128) -> Tensor:
     k = apply_rotary(model.k(x)[:, None], *turn)
     scores = (q @ k.transpose(-1, -2))[:, 0] / q.shape[-1] ** 0.5  # (B, T, T)
     return torch.stack([scores.diagonal(-distance, 1, 2).mean() for distance in range(T)])
+
+
+def after_stretching(
+    starts: Sequence[Reader], task: Task, ropes: Sequence[RotaryEmbedding]
+) -> Tensor:
+    """The share right beyond 32 tokens with each of these rotations: (starts, ropes)."""
+    shares = torch.zeros(len(starts), len(ropes))
+    for i, model in enumerate(starts):
+        for j, rope in enumerate(ropes):
+            model.rope = rope
+            shares[i, j] = share_right(model, task)[32:].nanmean()
+    return shares
+
+
+def draw_stretched(names: Sequence[str], shares: Mapping[str, Tensor]) -> None:
+    """A bar for each task and each rotation: the mean of the starts, and their range."""
+    plt.figure(figsize=(6.4, 2.8))
+    for place, (task, share) in enumerate(shares.items()):
+        mean = share.mean(0)
+        spread = (mean - share.amin(0), share.amax(0) - mean)
+        places = torch.arange(len(names)) + 0.27 * (place - 1)
+        plt.bar(places, mean, width=0.27, label=task, yerr=spread)
+    plt.xticks(range(len(names)), list(names))
+    plt.xlabel("scaling by 4, no further training")
+    plt.ylabel("share right")
+    plt.ylim(0, 1.4)
+    plt.legend(fontsize=8, loc="upper center", ncols=3)
+    plt.title("No stretch keeps every distance", fontsize=11)
+    plt.show()
