@@ -1,4 +1,4 @@
-"""What the page of embeddings shows: the storyteller's table, its neighbours, and hands that turn."""
+"""What the page of embeddings shows: the storyteller's table, and hands that turn."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -92,9 +92,9 @@ def show_cosines(kinds: Mapping[str, Sequence[str]] = KINDS) -> None:
 @cache
 def counts(num_bytes: int = 200_000) -> Tensor:
     """How often each of the storyteller's tokens occurs in fresh stories: (V,)."""
-    model, tokenizer = load_storyteller()
     text = "\n".join(story_documents("easy", num_bytes=num_bytes, seed=78))
-    return torch.tensor(tokenizer.encode(text)).bincount(minlength=model.config.vocab_size)
+    ids = load_storyteller()[1].encode(text)
+    return torch.tensor(ids).bincount(minlength=len(table()))
 
 
 def cosines_within(rows: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ def story_ids(num_tokens: int = 400) -> Tensor:
 def story_loss(shift: int = 0) -> float:
     """The storyteller's loss on a story, in nats a token, if all ids are off by `shift`."""
     model, _ = load_storyteller()
-    ids = (story_ids() + shift) % model.config.vocab_size
+    ids = (story_ids() + shift) % len(table())
     return F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
 
 
 def write(prompt: str, shift: int = 0, num_tokens: int = 30) -> str:
     """What the storyteller writes, most likely token by token, if all ids are off by `shift`."""
     model, tokenizer = load_storyteller()
-    size = model.config.vocab_size
+    size = len(table())
     ids = (torch.tensor([tokenizer.encode(prompt)]) + shift) % size
     written = generate(model, ids, max_new_tokens=num_tokens, temperature=0.0)[0]
     return tokenizer.decode(((written - shift) % size).tolist())
