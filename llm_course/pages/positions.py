@@ -21,9 +21,9 @@ from llm_course.pages.storyteller import load_storyteller
 Task = Callable[[int, int, torch.Generator], tuple[tuple[Tensor, ...], Tensor]]
 
 
-Place = Callable[[Tensor], Tensor]  # from the positions 0, 1, 2, ... to those that a model is told
+Place = Callable[[Tensor], Tensor]  # from the positions 0, 1, ... to those that a model is told
 
-# ------------------------------------------------------------------- the storyteller, told of places
+# ------------------------------------------------------------------ the storyteller, told of places
 
 
 @torch.no_grad()
@@ -225,8 +225,8 @@ def three_back(
 def look_up_names(
     rows: int, T: int, generator: torch.Generator
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """A list of different names, each with a value, and then the names in another order, each asking
-    for its value: ids of names (0 to 63) and of values (64 to 79, and 80 for a question).
+    """A list of different names, each with a value, and then the names in another order, each
+    asking for its value: ids of names (0 to 63) and of values (64 to 79, and 80 for a question).
     """
     half = T // 2
     names = torch.rand(rows, 64, generator=generator).argsort(-1)[:, :half]
