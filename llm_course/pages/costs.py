@@ -238,7 +238,7 @@ def show_batches(config: ModelConfig, T: int, card: float) -> None:
     parts = ([m[i] / GB for m in memory] for i in range(5))
     ax.stackplot(rows, *parts, labels=TrainingMemory._fields)
     ax.plot(rows, naive, "--", color="gray", label="with naive logits")
-    ax.axhline(card, color="tab:red", linewidth=1)
+    ax.axhline(card, color="black", linewidth=1)
     ax.set(xlabel=f"rows of {T} tokens", ylabel="memory (GB)", ylim=(0, 40))
     ax.set_title("Nearly all that grows is activations", fontsize=11)
     ax.legend(fontsize=7, loc="upper left", ncols=2)
@@ -268,7 +268,7 @@ def show_fit(model: str, rows: int, T: int, card: int, checkpointing: bool) -> N
     for part, size in memory._asdict().items():
         ax.barh([0], [size / GB], left=left, label=f"{part} {size / GB:.1f}")
         left += size / GB
-    ax.axvline(card, color="tab:red")
+    ax.axvline(card, color="black", lw=2)
     ax.set(xlim=(0, 1.15 * max(left, card)), yticks=[], xlabel="GB")
     operations = flops_per_token(config, length).training * rows * length
     verdict = "fits" if left <= card else "doesn't fit"

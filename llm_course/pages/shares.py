@@ -299,7 +299,7 @@ def three_steps(runtime: Runtime, *, strategy: str, bf16: bool = False) -> dict[
 # ----------------------------------------------------------------------------------------- stories
 
 
-def stories(runtime: Runtime, *, mean_of_means: bool = False, steps: int = 100) -> str:
+def stories(runtime: Runtime, *, mean_of_means: bool = False, steps: int = 200) -> str:
     """Train the tiny decoder on stories, each process on its share of a batch's rows; returns a
     paragraph that the model then makes up.
     """
