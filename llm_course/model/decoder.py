@@ -306,6 +306,19 @@ def update_router_biases(
     for router, load in zip(routers, tokens_per_expert, strict=True):
         router.update_bias(load, rate=rate)
 
+
+def _further_loss(
+    model: "DecoderModel",
+    x: Tensor,
+    rows: list[tuple[Tensor, Tensor]],
+    position_ids: Tensor,
+    context: dict[str, Any],
+) -> Tensor:
+    """The weighted loss of the tokens further ahead, summed over the targets."""
+    embed = partial(model.embedding, position_ids=position_ids)
+    further = further_loss(model.mtp, x, rows, embed, model._loss, **context)
+    return model.config.mtp_loss_coef / len(model.mtp) * further
+
 # %% ../../nbs/09c_decoder.ipynb #91f39fc7
 class DecoderModel(TiedModel):
     """A decoder-only transformer: `DecoderModel(config)(input_ids).logits` has shape (B, T, V).
@@ -379,7 +392,7 @@ class DecoderModel(TiedModel):
         num_targets = (labels != IGNORE_INDEX).sum()
         if self.mtp and self.training:
             rows = further_rows(input_ids, labels, document_ids, depth=len(self.mtp))
-            further = self._further_loss(x, rows, position_ids, context)
+            further = _further_loss(self, x, rows, position_ids, context)
             aux_loss = aux_loss + further / num_targets.clamp(min=1)
         return DecoderOutput(None, aux_loss, loss_sum, num_targets, load, hidden_states)
 
@@ -389,17 +402,6 @@ class DecoderModel(TiedModel):
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         z_loss_coef = self.config.z_loss_coef if self.training else 0.0
         return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
-
-    def _further_loss(
-        self,
-        x: Tensor,
-        rows: list[tuple[Tensor, Tensor]],
-        position_ids: Tensor,
-        context: dict[str, Any],
-    ) -> Tensor:
-        embed = partial(self.embedding, position_ids=position_ids)
-        further = further_loss(self.mtp, x, rows, embed, self._loss, **context)
-        return self.config.mtp_loss_coef / len(self.mtp) * further
 
     def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
         """Balance the experts without a loss; call it after each step with its loads (L, E)."""
