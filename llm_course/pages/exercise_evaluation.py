@@ -1,7 +1,7 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +11,26 @@ from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
 
-def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
-    """What the answer returns, without help from the package."""
+def call(
+    answer: Answer,
+    *arguments: Any,
+    hints: Mapping[type[Exception], str] | None = None,
+    **options: Any,
+) -> Any:
+    """What the answer returns, without help from the package.
+
+    `hints` has the likely reason of an error that the student's code may raise.
+    """
     with (
         case(getattr(answer, "__name__", "your answer")),
         forbid(evaluation, evaluation_tasks, contamination),
     ):
-        return answer(*arguments, **options)
+        try:
+            return answer(*arguments, **options)
+        except Exception as error:
+            if hint := (hints or {}).get(type(error)):
+                raise AssertionError(f"your code raised {error!r}: {hint}") from error
+            raise
 
 
 # ------------------------------------------------------------------------------------- task 1
@@ -27,7 +40,8 @@ def check_marks(
     marks: Answer, log_probs: Sequence[float], choices: Sequence[str], answer: int
 ) -> None:
     """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
-    found = call(marks, list(log_probs), list(choices), answer)
+    hints = {ZeroDivisionError: "log-probabilities may be so low that math.exp gives 0"}
+    found = call(marks, list(log_probs), list(choices), answer, hints=hints)
     assert isinstance(found, tuple) and len(found) == 3, (
         f"marks returned {found!r}, expected three: by_sum, by_byte, confidence"
     )
@@ -79,7 +93,7 @@ def check_interval(
     assert off <= 0.1 * width or near > 0.1 * (plain[1] - plain[0]), (
         f"[{low:.3f}, {high:.3f}] is the interval for single questions: draw whole groups"
     )
-    assert low < high, f"low is {low}, high {high}: the interval has no width"
+    assert high - low > 1e-9, f"low is {low}, high {high}: the interval has no width"
     assert off <= 0.1 * width, (
         f"the interval is [{low:.3f}, {high:.3f}], expected about"
         f" [{expected[0]:.3f}, {expected[1]:.3f}]: as many groups as there are, with replacement,"
@@ -117,7 +131,8 @@ def check_calibration(
     ece: Answer, confidences: Sequence[float], correct: Sequence[bool], num_bins: int
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
-    found = call(ece, list(confidences), list(correct), num_bins)
+    hints = {IndexError: "a confidence of 1.0 belongs to the last bin"}
+    found = call(ece, list(confidences), list(correct), num_bins, hints=hints)
     bins = reliability(confidences, correct, num_bins=num_bins)
     right = calibration_error(bins)
     gaps = [abs(one.accuracy - one.confidence) for one in bins]
