@@ -1087,7 +1087,7 @@ def check_safety(join: Answer) -> None:
         _check_last_moment(join)
 
 
-# ---------------------------------------------------------------- task 7: files that belong together
+# ----------------------------------------------------- task 7: files that belong together
 
 FILES = ("tokenizer", "train", "val")
 
