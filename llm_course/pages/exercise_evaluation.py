@@ -1,7 +1,8 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,26 +12,24 @@ from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
 
-def call(
-    answer: Answer,
-    *arguments: Any,
-    hints: Mapping[type[Exception], str] | None = None,
-    **options: Any,
-) -> Any:
-    """What the answer returns, without help from the package.
-
-    `hints` has the likely reason of an error that the student's code may raise.
-    """
+def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
+    """What the answer returns, without help from the package."""
     with (
         case(getattr(answer, "__name__", "your answer")),
         forbid(evaluation, evaluation_tasks, contamination),
     ):
-        try:
-            return answer(*arguments, **options)
-        except Exception as error:
-            if hint := (hints or {}).get(type(error)):
-                raise AssertionError(f"your code raised {error!r}: {hint}") from error
-            raise
+        return answer(*arguments, **options)
+
+
+@contextmanager
+def explained(kind: type[Exception], reason: str) -> Iterator[None]:
+    """Give the likely reason of an error that the student's code raises in `call`."""
+    try:
+        yield
+    except AssertionError as error:
+        if isinstance(error.__cause__, kind):
+            raise AssertionError(f"{error}: {reason}") from error.__cause__
+        raise
 
 
 # ------------------------------------------------------------------------------------- task 1
@@ -40,8 +39,8 @@ def check_marks(
     marks: Answer, log_probs: Sequence[float], choices: Sequence[str], answer: int
 ) -> None:
     """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
-    hints = {ZeroDivisionError: "log-probabilities may be so low that math.exp gives 0"}
-    found = call(marks, list(log_probs), list(choices), answer, hints=hints)
+    with explained(ZeroDivisionError, "log-probabilities may be so low that math.exp gives 0"):
+        found = call(marks, list(log_probs), list(choices), answer)
     assert isinstance(found, tuple) and len(found) == 3, (
         f"marks returned {found!r}, expected three: by_sum, by_byte, confidence"
     )
@@ -131,8 +130,8 @@ def check_calibration(
     ece: Answer, confidences: Sequence[float], correct: Sequence[bool], num_bins: int
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
-    hints = {IndexError: "a confidence of 1.0 belongs to the last bin"}
-    found = call(ece, list(confidences), list(correct), num_bins, hints=hints)
+    with explained(IndexError, "a confidence of 1.0 belongs to the last bin"):
+        found = call(ece, list(confidences), list(correct), num_bins)
     bins = reliability(confidences, correct, num_bins=num_bins)
     right = calibration_error(bins)
     gaps = [abs(one.accuracy - one.confidence) for one in bins]
