@@ -21,7 +21,7 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.estimate import count_parameters
 from llm_course.pages.scaling import RECORD, as_runs
 from llm_course.training.callbacks import read_metrics
-from llm_course.training.run import continuation, load_run
+from llm_course.training.folder import continuation, load_run
 from llm_course.training.scaling import FLOPS_PER_PARAMETER, bootstrap_laws, fit_law, interval
 from llm_course.training.sweep import Point, read_sweep, run_sweep
 
