@@ -238,7 +238,7 @@ def plot_parabolas(runs: Runs, budget: float) -> None:
         N = np.geomspace(near.N[0] / 1.4, near.N[-1] * 1.4, 80)
         parabola = np.polynomial.Polynomial.fit(np.log(near.N), near.loss, 2)
         axes.plot(N / 1000, parabola(np.log(N)), color=color, linewidth=1, label=name)
-        size, loss = slice_minimum(near.N, near.loss)
+        size, loss = slice_minimum(near.N.tolist(), near.loss.tolist())
         axes.plot(size / 1000, loss, "v", color=color, markersize=8)
     axes.legend(title="a parabola through", fontsize=8)
     _finish_slice(axes, chosen, budget)
