@@ -585,7 +585,7 @@ def check_mask(answers: Answers) -> None:
             " to a"
             " token that comes later: what is left of a hidden score after the softmax?"
         )
-        worst = (shares.sum(1) - 1).abs().argmax().item()
+        worst = int((shares.sum(1) - 1).abs().argmax())
         assert abs(shares[worst].sum() - 1) < 1e-4, (
             f"no token reads the future, but row {worst} sums to {shares[worst].sum():.2f}, not to"
             " 1:"

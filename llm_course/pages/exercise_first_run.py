@@ -594,7 +594,8 @@ class Steps:
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         self.optimizers.append(optimizer)
         self.losses.append(loss.item())
-        self.gradients.append(tuple(torch.cat([g.flatten() for g in x]) for x in (found, expected)))
+        one, other = (torch.cat([g.flatten() for g in x]) for x in (found, expected))
+        self.gradients.append((one, other))
 
 
 def _check_nothing_else(mended_fit: Answer) -> None:
@@ -776,7 +777,8 @@ def _task5_best_step_2(best_step: Answer) -> None:
 
 def _task5_best_step_3(best_step: Answer) -> None:
     with case("Task 5, best_step where nothing was measured"):
-        for empty in ([], make_log(None, None), make_log(math.nan, None, math.nan)):
+        logs: list[Any] = [[], make_log(None, None), make_log(math.nan, None, math.nan)]
+        for empty in logs:
             found = best_step(empty)
             assert found is None, (
                 f"best_step gives {found}, but nothing was measured in {empty}, so the answer is"
@@ -941,7 +943,8 @@ def _check_margin(overfits: Answer) -> None:
 def _check_odd_logs(overfits: Answer) -> None:
     """Empty logs, a loss of 0, two best rows, and a rise of exactly the margin."""
     with case("Task 5, overfits where nothing can have risen"):
-        for empty in ([], make_log(None, None), make_log(math.nan), make_log(2.5)):
+        logs: list[Any] = [[], make_log(None, None), make_log(math.nan), make_log(2.5)]
+        for empty in logs:
             check_overfits(overfits, empty, False, f"nothing can have risen in {empty}")
     with case("Task 5, overfits of a few rows"):
         check_overfits(
