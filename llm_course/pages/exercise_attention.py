@@ -418,7 +418,8 @@ def _check_large_scores(yours: Attend) -> None:
         q, k = 24 * q.abs(), -24 * k.abs()
         other = v.clone()
         other[:, :, -1] += 1  # only the last query may see this
-        first, second = yours(q, k, v, mask=mask), yours(q, k, other, mask=mask)
+        first = yours(q, k, v, mask=mask)
+        second = yours(q, k, other, mask=mask)
         assert not first.isnan().any(), (
             "with large scores some numbers are NaN: a softmax by hand must subtract each row's"
             " maximum before the exponential"
@@ -470,8 +471,8 @@ def _check_no_copy(yours: Attend) -> None:
 
 
 ONLY_ITSELF = (
-    "the last query reads nothing but its own key, though all tokens come before it: is the mask the"
-    " wrong way round?"
+    "the last query reads nothing but its own key, though all tokens come before it: is the mask"
+    " the wrong way round?"
 )
 
 

@@ -432,7 +432,9 @@ TYPICAL_SLIPS = {
     "by_probability": (
         "the probabilities are summed from the largest down; sum them in the order of the distances"
     ),
-    "complement": "what should go stays, and what should stay goes: the mask is the wrong way round",
+    "complement": (
+        "what should go stays, and what should stay goes: the mask is the wrong way round"
+    ),
     "sorted": "the mask is still in sorted order; bring it back to the order of the tokens",
     "inverse": "the mask is brought back with `index` itself; the way back is `index.argsort(-1)`",
     "none": "the token that crosses the line is dropped, even if it is the first",
