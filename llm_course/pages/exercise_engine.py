@@ -336,8 +336,9 @@ def loss_slips(model: Any, window: list[Any]) -> Slips:
     targets = []
     with torch.no_grad():
         for batch in window:
-            x, y, use = batch["x"], batch["y"], batch["use"]
-            sums.append(F.mse_loss(model(x)[use], y[use], reduction="sum").item())
+            use = batch["use"]
+            error = F.mse_loss(model(batch["x"])[use], batch["y"][use], reduction="sum")
+            sums.append(error.item())
             targets.append(int(use.sum()))
     means = [total / max(count, 1) for total, count in zip(sums, targets, strict=True)]
     rows = sum(len(batch["use"]) for batch in window)
