@@ -513,9 +513,18 @@ def test_two_names_with_two_values_in_the_environment_are_refused():
     assert outcome(["--model.from=a", "--init_from=a", "--model.from=a"]).init_from == "a"
 
 
-@pytest.mark.parametrize("name", ["compile", "precision"])
-def test_what_is_sought_among_the_optimization_settings_is_named(name):
-    assert f"do you mean 'training.{name}'?" in outcome([f"--optimization.{name}=true"])
+@pytest.mark.parametrize(
+    "name, key", [("compile", "compile"), ("precision", "precision"), ("amp", "precision")]
+)
+def test_what_is_sought_among_the_optimization_settings_is_named(name, key):
+    assert f"do you mean 'training.{key}'?" in outcome([f"--optimization.{name}=true"])
+
+
+def test_what_other_libraries_call_a_key_is_named():
+    assert set(sources._OURS.values()) <= set(sources.KEY_TYPES)
+    assert not set(sources._OURS) & set(sources.KEY_TYPES)
+    for theirs, key in sources._OURS.items():
+        assert f"do you mean {key!r}?" in outcome([f"--{theirs}=1"])
 
 
 def test_a_length_is_changed_by_setting_the_other_to_null():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -48,6 +47,9 @@ from ..text.batches import IGNORE_INDEX
 from .config import Config, DistributedConfig
 from .distributed import DistributedManager
 from .sharding import shard_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Schedule1F1B
 
 # %% ../../nbs/15d_parallel.ipynb #p15brule
 def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]]:
@@ -430,8 +432,11 @@ class Pipeline:
             loss.requires_grad_().register_hook(_check_unscaled)
         return DecoderOutput(None, torch.zeros_like(loss), loss, (labels != IGNORE_INDEX).sum())
 
-    def _schedule(self, rows: int, length: int, *, trains: bool) -> Schedule1F1B:
+    def _schedule(self, rows: int, length: int, *, trains: bool) -> "Schedule1F1B":
         """The turns for batches of one shape."""
+        # late: the import brings in torch.compile's machinery and takes half a second
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
         if (rows, length, trains) not in self._schedules:
             weight = next(self.stage.layers.parameters())
             shape = (rows // self.micro_batches, length, self.config.hidden_size)

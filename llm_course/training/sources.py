@@ -72,6 +72,26 @@ def _check_key(key: str) -> None:
         raise ValueError(f"{key!r} is not a key of the configuration{_nearest(key)}")
 
 
+# what other libraries call a key
+_ELSEWHERE = {
+    "training.precision": "amp use_amp mixed_precision dtype fp16 bf16",
+    "training.batch_size": "bs batch per_device_train_batch_size",
+    "training.gradient_accumulation_steps": "grad_accum accumulate_grad_batches",
+    "training.max_grad_norm": "grad_clip gradient_clip_val",
+    "training.eval_interval": "eval_steps eval_every",
+    "optimization.learning_rate": "lr",
+    "optimization.weight_decay": "wd",
+    "checkpoint.save_interval": "save_steps save_every",
+    "data.sequence_length": "block_size context_length seq_len max_seq_len",
+    "model.hidden_size": "n_embd d_model dim",
+    "model.num_heads": "num_attention_heads",
+    "distributed.world_size": "num_gpus nproc_per_node",
+    "logging.dir": "log_dir",
+    "run_dir": "output_dir out_dir",
+}
+_OURS = {theirs: key for key, names in _ELSEWHERE.items() for theirs in names.split()}
+
+
 def _nearest(name: str) -> str:
     """The end of a refusal: the keys that `name` may have meant."""
     leaf = name.rpartition(".")[2]
@@ -80,7 +100,8 @@ def _nearest(name: str) -> str:
         leaves.setdefault(key.rpartition(".")[2], []).append(key)
     path = difflib.get_close_matches(name, KEY_TYPES, n=1)
     last = [key for close in difflib.get_close_matches(leaf, leaves, n=1) for key in leaves[close]]
-    found = leaves.get(leaf) or (path or last if "." in name else last or path)
+    ours = [_OURS[leaf]] if leaf in _OURS else []
+    found = leaves.get(leaf) or ours or (path or last if "." in name else last or path)
     if not found:
         return "; --print_config shows all of them"
     return f"; do you mean {' or '.join(map(repr, found))}?"
