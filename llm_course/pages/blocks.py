@@ -364,7 +364,7 @@ def show_lens(probabilities: Tensor, ids: Tensor, *, first: int, count: int) -> 
                 text(token),
                 ha="center",
                 va="center",
-                fontsize=8,
+                fontsize=8 if len(text(token)) < 8 else 7,
                 color="black",
                 weight=weight,
             )
@@ -373,7 +373,8 @@ def show_lens(probabilities: Tensor, ids: Tensor, *, first: int, count: int) -> 
     ax.set_yticks(range(len(best)), ["embedding", *(f"block {i}" for i in range(len(best) - 1))])
     ax.set_xlabel("the token that has just been read")
     ax.set_title("Its guess of the next token, read after each block (bold: right)", fontsize=10)
-    fig.colorbar(image, ax=ax, label="probability", ticks=[0, 0.5, 1])
+    bar = fig.colorbar(image, ax=ax, label="probability", ticks=[0, 0.5, 1])
+    bar.ax.set_ylim(0, 1)  # the colours go on to 1.3, so that black letters can be read on all
     plt.show()
 
 

@@ -81,7 +81,7 @@ def check_pairs(name: str, typed: Any, right: Any, slips: Any) -> None:
         )
         assert near(numbers, pair), (
             f'{name}["{rule}"]: you have {tuple(round(n, 3) for n in numbers.tolist())}, and that'
-            " is not what the rule gives. Write down what the layer reads, what it answers, and"
+            " is not what the rule gives. Write down what the layer reads, what it returns, and"
             " the sum"
         )
 
@@ -117,22 +117,22 @@ def check_full(answers: Any) -> None:
                 ),
                 "the stream itself must stay: only the layer reads its norm": n(s) + f(n(s)),
                 "the mean was taken off; that is a LayerNorm": s + f(centred),
-                "the answer must be added to the stream": f(n(s)),
+                "the output must be added to the stream": f(n(s)),
             },
             "post": {
                 "the norm of the sum is missing": s + f(s),
                 "the norm comes after the sum, not before it": n(s) + f(n(s)),
                 "the layer reads the stream itself here, not its norm": n(s + f(n(s))),
-                "the norm is of the sum, not of the answer": s + n(f(s)),
+                "the norm is of the sum, not of the output": s + n(f(s)),
                 "the sum is divided by the RMS of the old stream; take its own": (s + f(s)) / 13,
                 "the RMS is the root of the *mean* of the squares, here of half their sum": (
                     (s + f(s)) / (s + f(s)).norm()
                 ),
             },
             "sandwich": {
-                "the second norm, that of the answer, is missing": s + f(n(s)),
+                "the second norm, that of the output, is missing": s + f(n(s)),
                 "the stream itself must stay: only the layer reads its norm": n(s) + n(f(n(s))),
-                "the norm is of the answer, not of the sum": n(s + f(n(s))),
+                "the norm is of the output, not of the sum": n(s + f(n(s))),
                 "the mean was taken off; that is a LayerNorm": s + n(f(centred)),
             },
         }
@@ -150,13 +150,13 @@ def check_half(answers: Any) -> None:
         slips = {
             "pre": {
                 "this is the answer for m = 1": s + f(n(s)),
-                "m multiplies the stream; it belongs to the answer": s / 2 + f(n(s)),
-                "m multiplies the sum; it belongs to the answer alone": (s + f(n(s))) / 2,
+                "m multiplies the stream; it belongs to the output": s / 2 + f(n(s)),
+                "m multiplies the sum; it belongs to the output alone": (s + f(n(s))) / 2,
             },
             "post": {
                 "this is the answer for m = 1": n(s + f(s)),
-                "m multiplies the stream; it belongs to the answer": n(s / 2 + f(s)),
-                "m multiplies the norm of the sum; it belongs to the answer, inside": n(s + f(s))
+                "m multiplies the stream; it belongs to the output": n(s / 2 + f(s)),
+                "m multiplies the norm of the sum; it belongs to the output, inside": n(s + f(s))
                 / 2,
                 "the norm of the sum is missing": s + f(s) / 2,
             },
@@ -164,8 +164,8 @@ def check_half(answers: Any) -> None:
                 "m comes before the second norm, which takes it away again; multiply last": (
                     s + n(f(n(s)))
                 ),
-                "m multiplies the stream; it belongs to the answer": s / 2 + n(f(n(s))),
-                "the second norm, that of the answer, is missing": s + f(n(s)) / 2,
+                "m multiplies the stream; it belongs to the output": s / 2 + n(f(n(s))),
+                "the second norm, that of the output, is missing": s + f(n(s)) / 2,
             },
         }
         check_pairs("half", answers["half"], right, slips)
@@ -236,6 +236,16 @@ def check_rule(block_class: Any, rule: str, B: int = 2, T: int = 5, **options: A
     )
 
 
+def check_silent_layers(block_class: Any, rule: str) -> None:
+    silent = block_class(config_of(8, norm_position=rule))
+    for layer in (silent.self_attn.o_proj, silent.mlp.down_proj):
+        nn.init.zeros_(layer.weight)
+    x = 3 * noise(2, 5, 8)
+    right = F.rms_norm(x, (8,), eps=1e-6) if rule == "post" else x
+    found = call_block(silent, x)[0]
+    expect(found, right, "with silent layers the stream is not what the rule leaves of it")
+
+
 def rule_slips(rule: str, b: Any, x: Any) -> Any:
     """What each slip in a block's wiring gives."""
     a = b.self_attn
@@ -250,10 +260,10 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
             h, f(n3(x)), n4
         ),
         "the MLP reads the new stream, but adds to the old one": b.add_to_stream(x, f(n3(h)), n4),
-        "attention's answer replaces the stream; add it": b.add_to_stream(
+        "attention's output replaces the stream; add it": b.add_to_stream(
             n2(a(n1(x))), f(n3(n2(a(n1(x))))), n4
         ),
-        "the MLP's answer replaces the stream; add it": n4(f(n3(h))),
+        "the MLP's output replaces the stream; add it": n4(f(n3(h))),
         "the MLP is missing": h,
     }
     if rule == "post":
@@ -295,7 +305,7 @@ def sandwich_slips(b: Any, x: Any) -> Any:
     slips["the output norms are missing, which the sandwich has besides"] = bare + f(n3(bare))
     p = n2(x + a(n1(x)))
     q = x + n4(a(n1(x)))
-    slips["the sandwich takes the norm of the answer, x + norm(y); you have norm(x + y)"] = n4(
+    slips["the sandwich takes the norm of the output, x + norm(y); you have norm(x + y)"] = n4(
         p + f(n3(p))
     )
     slips["the two output norms are exchanged"] = q + n2(f(n3(q)))
@@ -325,13 +335,13 @@ def check_multiplier(block_class: Any, rule: str, m: float, **options: Any) -> N
         "the multiplier is forgotten": wired(once, once),
         "the multiplier is forgotten for attention": wired(once, right),
         "the multiplier is forgotten for the MLP": wired(right, once),
-        "the multiplier scales the stream; it belongs to the answer": wired(on_stream, on_stream),
-        "the multiplier scales the sum; it belongs to the answer alone": wired(
+        "the multiplier scales the stream; it belongs to the output": wired(on_stream, on_stream),
+        "the multiplier scales the sum; it belongs to the output alone": wired(
             (m, 1, m), (m, 1, m)
         ),
     }
     if rule == "post":
-        slips["the multiplier scales the norm of the sum; it belongs to the answer, inside"] = (
+        slips["the multiplier scales the norm of the sum; it belongs to the output, inside"] = (
             wired((1, m, 1), (1, m, 1))
         )
     if rule == "sandwich":
@@ -476,13 +486,13 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
         },
         "b": {
             "nothing has changed: the MLP reads the stream from before attention": h + m * f(n3(x)),
-            "the MLP reads what attention has answered; it must read the stream with that added": (
+            "the MLP reads what attention has returned; it must read the stream with that added": (
                 h + m * f(n3(m * a(n1(x))))
             ),
             "the MLP must read x + m * gathered, through its own norm": h + m * f(h),
             "the MLP reads x + gathered; the multiplier is missing there": h + m * f(n3(k)),
-            "attention's answer is added twice": h + m * a(n1(x)) + m * f(n3(h)),
-            "attention's answer is lost from the sum": x + m * f(n3(h)),
+            "attention's output is added twice": h + m * a(n1(x)) + m * f(n3(h)),
+            "attention's output is lost from the sum": x + m * f(n3(h)),
         },
         "c": {
             "nothing has changed: the multiplier scales the stream": m * s + f(n3(s)),
@@ -618,7 +628,7 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
     h = streams[block - 1]
     slips = [
         (
-            ("the multiplier is missing: the part is what was added, not what the layer answered"),
+            ("the multiplier is missing: the part is what was added, not what the layer returned"),
             real / multiplier,
         ),
         ("this is the stream after the layer, not what the layer added", streams[block]),
@@ -641,7 +651,7 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
             ("the MLP reads the stream without its norm", multiplier * bare),
             (
                 (
-                    "the MLP reads a stream to which attention's answer was added without"
+                    "the MLP reads a stream to which attention's output was added without"
                     " the multiplier"
                 ),
                 multiplier * late,
@@ -920,7 +930,7 @@ def check_scale(answer: Any, depth: int, v: Any, limit: float) -> None:
     found = expect_number(answer(depth, v, limit), name)
     right = math.sqrt((limit**2 - 1) / (depth * v))
     slips = {
-        "the multiplier scales the answer, its square the variance: a root is missing": right**2,
+        "the multiplier scales the output, its square the variance: a root is missing": right**2,
         "v is what a whole block adds, so there are `depth` of it, not 2 x depth": (
             right / math.sqrt(2)
         ),
@@ -1079,15 +1089,15 @@ def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
             ("the MLP reads x without the norm", x + m * (a(h) + f(x))),
             ("attention reads x without the norm", x + m * (a(x) + f(h))),
             ("both layers read x without the norm", x + m * (a(x) + f(x))),
-            ("the MLP reads attention's answer", x + m * (a(h) + f(a(h)))),
-            ("the MLP reads attention's answer", x + m * f(a(h))),
+            ("the MLP reads attention's output", x + m * (a(h) + f(a(h)))),
+            ("the MLP reads attention's output", x + m * f(a(h))),
             ("the multiplier is forgotten", x + a(h) + f(h)),
             ("the multiplier is forgotten for the MLP: mind the brackets", x + m * a(h) + f(h)),
             ("the multiplier is forgotten for attention: mind the brackets", x + a(h) + m * f(h)),
             ("the multiplier scales the stream", m * (x + a(h) + f(h))),
             ("the stream is missing from the sum", m * (a(h) + f(h))),
             (
-                "the answers are added to the normalised stream; add them to x",
+                "the outputs are added to the normalised stream; add them to x",
                 h + m * (a(h) + f(h)),
             ),
             ("the stream is added twice", 2 * x + m * (a(h) + f(h))),
