@@ -1,6 +1,7 @@
 """The visible checks of exercise 08, the transformer block: each says what is wrong."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_course.model import estimate
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.moe import MoE
 from llm_course.model.normalization import RMSNorm
 from llm_course.model.rope import RotaryEmbedding
@@ -289,11 +292,11 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
             "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
             "the MLP reads the stream without its norm": h + n4(f(h)),
         }
-    return slips | (sandwich_slips(b, x) if rule == "sandwich" else {})
+    return slips | (output_norm_slips(b, x) if rule in ("sandwich", "output") else {})
 
 
-def sandwich_slips(b: Any, x: Any) -> Any:
-    """What a slip gives that only a sandwich can have."""
+def output_norm_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only a rule with output norms can have."""
     a = b.self_attn
     f = b.mlp
     n1 = b.input_layernorm
@@ -302,10 +305,12 @@ def sandwich_slips(b: Any, x: Any) -> Any:
     n4 = b.mlp_output_norm
     slips = {}
     bare = x + a(n1(x))
-    slips["the output norms are missing, which the sandwich has besides"] = bare + f(n3(bare))
+    slips["the output norms are missing, which this rule has after each sublayer"] = bare + f(
+        n3(bare)
+    )
     p = n2(x + a(n1(x)))
     q = x + n4(a(n1(x)))
-    slips["the sandwich takes the norm of the output, x + norm(y); you have norm(x + y)"] = n4(
+    slips["this rule takes the norm of the output, x + norm(y); you have norm(x + y)"] = n4(
         p + f(n3(p))
     )
     slips["the two output norms are exchanged"] = q + n2(f(n3(q)))
@@ -1238,3 +1243,77 @@ def check_piece(name: str, five: Any, one: Any, y: Any, x: Any, start: int) -> N
             else slips
         )
     expect(piece, layer(x), f"the outputs for {name} are not those of {name}_proj", slips)
+
+
+# ------------------------------------------------------------------------------------------- task 7
+
+
+def check_heads(kind: Any, C: int = 64, H: int = 4) -> None:
+    """What a None means, also in a copy, and that a choice survives."""
+    shape = kind(hidden_size=C, num_heads=H)
+    for name, right in (("kv_heads", H), ("width", C // H)):
+        found = getattr(shape, name)
+        assert found == right, f"{name} is {found}, expected {right} for C = {C} and H = {H}"
+    copy = replace(shape, num_heads=2 * H)
+    assert copy.width == C // (2 * H), (
+        f"a copy with {2 * H} heads says that they are {copy.width} wide, the number of before: keep"
+        " the None, and work the rule out when it is asked"
+    )
+    assert copy.kv_heads == 2 * H, (
+        f"a copy with {2 * H} heads has {copy.kv_heads} key/value heads, the number of before: keep"
+        " the None"
+    )
+    chosen = replace(kind(hidden_size=C, num_heads=H, num_kv_heads=1, head_dim=32), num_heads=2 * H)
+    assert (chosen.kv_heads, chosen.width) == (1, 32), (
+        "num_kv_heads=1 and head_dim=32 were chosen, and a choice must survive in a copy"
+    )
+    try:
+        shape.num_heads = 1
+    except AttributeError:  # a FrozenInstanceError is one
+        return
+    raise AssertionError("num_heads can be overwritten: the dataclass isn't frozen")
+
+
+def check_refused(kind: Any, names: str, **values: Any) -> None:
+    """That these values are refused, in words that name the value at fault."""
+    given = ", ".join(f"{name}={value}" for name, value in values.items())
+    try:
+        kind(**values)
+    except ValueError as error:
+        assert names in str(error), f"{given}: the message {str(error)!r} doesn't hold {names!r}"
+        return
+    raise AssertionError(f"{given} is accepted; expected a ValueError that names {names}")
+
+
+def check_accepted(kind: Any, **values: Any) -> None:
+    """That these values are not refused."""
+    given = ", ".join(f"{name}={value}" for name, value in values.items())
+    try:
+        kind(**values)
+    except ValueError as error:
+        raise AssertionError(f"{given} is a sound shape, but it is refused: {error}") from None
+
+
+def check_count(count: Any, **options: Any) -> None:
+    """The number of parameters of a Llama-like model, without building it."""
+    config = ModelConfig(**options)
+    V, C, L, H = config.resolved_vocab_size, config.hidden_size, config.num_layers, config.num_heads
+    K, D, F_ = config.num_kv_heads or H, config.resolved_head_dim, config.resolved_intermediate_size
+    tables = (1 if config.tie_word_embeddings else 2) * V * C
+    right = L * (2 * C * D * (H + K) + 3 * C * F_ + 2 * C) + tables + C
+    with forbid(DecoderModel, TransformerBlock, estimate):
+        found = expect_number(count(config), "count(config)")
+    slips = {
+        "each query head has its own key and value: there are K of them": 2 * C * D * (H - K) * L,
+        "a gated MLP has three matrices": -C * F_ * L,
+        "the norms of the blocks are missing": -2 * C * L,
+        "the last norm is missing": -C,
+        "the output layer is counted, but it shares the table": V * C * (tables == V * C),
+        "the output layer is missing: without tying it has a table of its own": V * C - tables,
+        "q_proj and o_proj are C x (H * D), and that is not always C x C": (
+            2 * C * L * (C + (C // H) * K - D * (H + K))
+        ),
+    }
+    for words, difference in slips.items():
+        assert not difference or found != right + difference, words
+    assert found == right, f"count gives {found:,.0f} for {options}, expected {right:,}"
