@@ -199,7 +199,7 @@ def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
         return None
     return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
-
+# %% ../../nbs/09c_decoder.ipynb #c9blocks
 class BlockContext(NamedTuple):
     """What the blocks need besides the stream: the mask and the rotary angles, as far as given."""
 
@@ -364,14 +364,13 @@ class DecoderModel(TiedModel):
         """Return the logits of the next token at each position, or with `labels` the summed loss.
 
         `input_ids` is (B, T). `labels` (B, T) are the next tokens, shifted already, IGNORE_INDEX
-        where there is no target; with them the logits of all positions are never in memory at once.
-        `position_ids`, (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for
-        padding; S = T without a cache. `document_ids`, (B, T), keep attention inside each document
-        of a packed row. With a `cache`, attention includes the keys and values of earlier calls: S
-        counts them, and `position_ids` must continue after them. `logits_to_keep=n` returns the
-        logits of the last n positions only, `output_hidden_states` the stream before each block and
-        after the last norm. In training, `loss_sum` includes the z-loss, and `aux_loss` the loss of
-        the further tokens. B may be 0. Raises ValueError for inputs that don't fit, and for T = 0.
+        where there is no target. `position_ids`, (T,) or (B, T), default to 0..T-1.
+        `attention_mask` is (B, S) with 0 for padding; S = T without a cache. `document_ids`,
+        (B, T), keep attention inside documents. With a `cache`, S counts earlier tokens too, and
+        `position_ids` must continue after them. `logits_to_keep=n` returns the logits of the last n
+        positions only, `output_hidden_states` the stream before each block and after the last norm.
+        In training, `loss_sum` includes the z-loss, and `aux_loss` the loss of the further tokens.
+        B may be 0. Raises ValueError for inputs that don't fit, and for T = 0.
         """
         given = (input_ids, position_ids, labels, document_ids, attention_mask)
         limit = self.config.max_position_embeddings

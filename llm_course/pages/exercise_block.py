@@ -1256,8 +1256,8 @@ def check_heads(kind: Any, C: int = 64, H: int = 4) -> None:
         assert found == right, f"{name} is {found}, expected {right} for C = {C} and H = {H}"
     copy = replace(shape, num_heads=2 * H)
     assert copy.width == C // (2 * H), (
-        f"a copy with {2 * H} heads says that they are {copy.width} wide, the number of before: keep"
-        " the None, and work the rule out when it is asked"
+        f"a copy with {2 * H} heads has heads of {copy.width}, the number of before: keep the None,"
+        " and work the rule out when it is asked"
     )
     assert copy.kv_heads == 2 * H, (
         f"a copy with {2 * H} heads has {copy.kv_heads} key/value heads, the number of before: keep"
@@ -1297,9 +1297,14 @@ def check_accepted(kind: Any, **values: Any) -> None:
 def check_count(count: Any, **options: Any) -> None:
     """The number of parameters of a Llama-like model, without building it."""
     config = ModelConfig(**options)
-    V, C, L, H = config.resolved_vocab_size, config.hidden_size, config.num_layers, config.num_heads
-    K, D, F_ = config.num_kv_heads or H, config.resolved_head_dim, config.resolved_intermediate_size
-    tables = (1 if config.tie_word_embeddings else 2) * V * C
+    C = config.hidden_size
+    L = config.num_layers
+    H = config.num_heads
+    K = config.num_kv_heads or H
+    D = config.resolved_head_dim
+    F_ = config.resolved_intermediate_size
+    table = config.resolved_vocab_size * C
+    tables = table if config.tie_word_embeddings else 2 * table
     right = L * (2 * C * D * (H + K) + 3 * C * F_ + 2 * C) + tables + C
     with forbid(DecoderModel, TransformerBlock, estimate):
         found = expect_number(count(config), "count(config)")
@@ -1308,8 +1313,8 @@ def check_count(count: Any, **options: Any) -> None:
         "a gated MLP has three matrices": -C * F_ * L,
         "the norms of the blocks are missing": -2 * C * L,
         "the last norm is missing": -C,
-        "the output layer is counted, but it shares the table": V * C * (tables == V * C),
-        "the output layer is missing: without tying it has a table of its own": V * C - tables,
+        "the output layer is counted, but it shares the table": table * (tables == table),
+        "the output layer is missing: without tying it has a table of its own": table - tables,
         "q_proj and o_proj are C x (H * D), and that is not always C x C": (
             2 * C * L * (C + (C // H) * K - D * (H + K))
         ),
