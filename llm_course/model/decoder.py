@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'build_embedding', 'build_rotary',
-           'build_sliding_rotary', 'block_context', 'run_blocks', 'DecoderOutput', 'check_inputs', 'BlockContext',
-           'context_of', 'router_totals', 'scaled_stream', 'head_logits', 'head_loss', 'update_router_biases']
+           'build_sliding_rotary', 'BlockContext', 'block_context', 'context_of', 'run_blocks', 'DecoderOutput',
+           'check_inputs', 'router_totals', 'scaled_stream', 'head_logits', 'head_loss', 'update_router_biases',
+           'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -132,6 +133,15 @@ def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
         return None
     return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
+# %% ../../nbs/09c_decoder.ipynb #c9blocks
+class BlockContext(NamedTuple):
+    """What the blocks need besides the stream: the mask and the rotary angles, as far as given."""
+
+    mask: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
+    # those of the layers with a window, where they are others
+    sliding_angles: tuple[Tensor, Tensor] | None
+
 
 def block_context(
     rotary: RotaryEmbedding | None,
@@ -139,23 +149,29 @@ def block_context(
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
-) -> dict[str, Any]:
-    """The arguments that all blocks share besides the stream: the mask and the rotary angles."""
+) -> BlockContext:
+    """The mask of padding and documents, and the angles of these positions."""
     mask = None if attention_mask is None else padding_mask(attention_mask)
     if document_ids is not None:
         same_document = document_mask(document_ids)
         mask = same_document if mask is None else mask & same_document
     angles = None if rotary is None else rotary(position_ids)
-    context = dict(mask=mask, position_embeddings=angles)
-    if sliding_rotary is not None:
-        context["sliding_position_embeddings"] = sliding_rotary(position_ids)
-    return context
+    sliding_angles = None if sliding_rotary is None else sliding_rotary(position_ids)
+    return BlockContext(mask, angles, sliding_angles)
+
+
+def context_of(layer: Any, context: BlockContext) -> dict[str, Any]:
+    """The keyword arguments of one layer: its mask, and its angles."""
+    angles = context.angles
+    if context.sliding_angles is not None and layer.self_attn.sliding_window:
+        angles = context.sliding_angles
+    return dict(mask=context.mask, position_embeddings=angles)
 
 
 def run_blocks(
     layers: nn.ModuleList,
     x: Tensor,
-    context: dict[str, Any],
+    context: BlockContext,
     *,
     cache: KeyValueCache | None,
     recompute: bool,
@@ -171,9 +187,9 @@ def run_blocks(
         if states is not None:
             states.append(x)
         if recompute:
-            x, routed = checkpoint(layer, x, use_reentrant=False, **context)
+            x, routed = checkpoint(layer, x, use_reentrant=False, **context_of(layer, context))
         else:
-            x, routed = layer(x, cache=cache, **context)
+            x, routed = layer(x, cache=cache, **context_of(layer, context))
         if routed is not None:
             stats.append(routed)
     return x, stats
@@ -245,67 +261,6 @@ def check_inputs(
         if labels is not None:
             raise ValueError("logits_to_keep must not be given with labels, which return no logits")
 
-# %% ../../nbs/09c_decoder.ipynb #c9blocks
-class BlockContext(NamedTuple):
-    """What the blocks need besides the stream: the mask and the rotary angles, as far as given."""
-
-    mask: Tensor | None
-    angles: tuple[Tensor, Tensor] | None
-    # those of the layers with a window, where they are others
-    sliding_angles: tuple[Tensor, Tensor] | None
-
-
-def block_context(
-    rotary: RotaryEmbedding | None,
-    sliding_rotary: RotaryEmbedding | None,
-    position_ids: Tensor,
-    attention_mask: Tensor | None,
-    document_ids: Tensor | None,
-) -> BlockContext:
-    """The mask of padding and documents, and the angles of these positions."""
-    mask = None if attention_mask is None else padding_mask(attention_mask)
-    if document_ids is not None:
-        same_document = document_mask(document_ids)
-        mask = same_document if mask is None else mask & same_document
-    angles = None if rotary is None else rotary(position_ids)
-    sliding_angles = None if sliding_rotary is None else sliding_rotary(position_ids)
-    return BlockContext(mask, angles, sliding_angles)
-
-
-def context_of(layer: Any, context: BlockContext) -> dict[str, Any]:
-    """The keyword arguments of one layer: its mask, and its angles."""
-    angles = context.angles
-    if context.sliding_angles is not None and layer.self_attn.sliding_window:
-        angles = context.sliding_angles
-    return dict(mask=context.mask, position_embeddings=angles)
-
-
-def run_blocks(
-    layers: nn.ModuleList,
-    x: Tensor,
-    context: BlockContext,
-    *,
-    cache: KeyValueCache | None,
-    recompute: bool,
-    states: list[Tensor] | None = None,
-) -> tuple[Tensor, list[RouterStats]]:
-    """The stream (B, T, C) after the last block, and the statistics of the layers with experts.
-
-    With `recompute`, only the input of each block is kept for backward. `states` collects the input
-    of each block.
-    """
-    stats: list[RouterStats] = []
-    for layer in layers:
-        if states is not None:
-            states.append(x)
-        if recompute:
-            x, routed = checkpoint(layer, x, use_reentrant=False, **context_of(layer, context))
-        else:
-            x, routed = layer(x, cache=cache, **context_of(layer, context))
-        if routed is not None:
-            stats.append(routed)
-    return x, stats
-
 # %% ../../nbs/09c_decoder.ipynb #f8f16ff8
 def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The sum of the layers' auxiliary losses, and their loads (L, E); 0 and None without experts.
@@ -373,11 +328,12 @@ def _further_loss(
     x: Tensor,
     rows: list[tuple[Tensor, Tensor]],
     position_ids: Tensor,
-    context: dict[str, Any],
+    context: BlockContext,
 ) -> Tensor:
     """The weighted loss of the tokens further ahead, summed over the targets."""
     embed = partial(model.embedding, position_ids=position_ids)
-    further = further_loss(model.mtp, x, rows, embed, model._loss, **context)
+    last = context_of(model.layers[-1], context)  # the further blocks are like the last
+    further = further_loss(model.mtp, x, rows, embed, model._loss, **last)
     return model.config.mtp_loss_coef / len(model.mtp) * further
 
 # %% ../../nbs/09c_decoder.ipynb #91f39fc7
@@ -423,13 +379,14 @@ class DecoderModel(TiedModel):
         """Return the logits of the next token at each position, or with `labels` the summed loss.
 
         `input_ids` is (B, T). `labels` (B, T) are the next tokens, shifted already, IGNORE_INDEX
-        where there is no target. `position_ids`, (T,) or (B, T), default to 0..T-1.
-        `attention_mask` is (B, S) with 0 for padding; S = T without a cache. `document_ids`,
-        (B, T), keep attention inside documents. With a `cache`, S counts earlier tokens too, and
-        `position_ids` must continue after them. `logits_to_keep=n` returns the logits of the last n
-        positions only, `output_hidden_states` the stream before each block and after the last norm.
-        In training, `loss_sum` includes the z-loss, and `aux_loss` the loss of the further tokens.
-        B may be 0. Raises ValueError for inputs that don't fit, and for T = 0.
+        where there is no target; with them the logits of all positions are never in memory at once.
+        `position_ids`, (T,) or (B, T), default to 0..T-1. `attention_mask` is (B, S) with 0 for
+        padding; S = T without a cache. `document_ids`, (B, T), keep attention inside each document
+        of a packed row. With a `cache`, attention includes the keys and values of earlier calls: S
+        counts them, and `position_ids` must continue after them. `logits_to_keep=n` returns the
+        logits of the last n positions only, `output_hidden_states` the stream before each block and
+        after the last norm. In training, `loss_sum` includes the z-loss, and `aux_loss` the loss of
+        the further tokens. B may be 0. Raises ValueError for inputs that don't fit, and for T = 0.
         """
         given = (input_ids, position_ids, labels, document_ids, attention_mask)
         limit = self.config.max_position_embeddings
@@ -452,14 +409,7 @@ class DecoderModel(TiedModel):
         num_targets = (labels != IGNORE_INDEX).sum()
         if self.mtp and self.training:
             rows = further_rows(input_ids, labels, document_ids, depth=len(self.mtp))
-<<<<<<< local
-            embed = partial(self.embedding, position_ids=position_ids)
-            last = context_of(self.layers[-1], context)  # the further blocks are like the last
-            further = further_loss(self.mtp, x, rows, embed, self._loss, **last)
-            further = self.config.mtp_loss_coef / len(self.mtp) * further
-=======
             further = _further_loss(self, x, rows, position_ids, context)
->>>>>>> remote
             aux_loss = aux_loss + further / num_targets.clamp(min=1)
         return DecoderOutput(None, aux_loss, loss_sum, num_targets, load, hidden_states)
 
