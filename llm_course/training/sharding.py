@@ -126,6 +126,8 @@ class ShardedManager(Checkpointed):
     Source: Zhao et al. 2023.
     """
 
+    strategy = "fsdp"
+
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (self.world_size,))
