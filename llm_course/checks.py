@@ -57,7 +57,7 @@ def in_range(value: Any, interval: str) -> bool:
     below = number <= high if interval[-1] == "]" else number < high
     return above and below
 
-
+# %% ../nbs/00b_checks.ipynb #c0bwordsx
 def range_in_words(interval: str) -> str:
     """Spell out an interval: "[0, 1)" becomes "at least 0 and below 1"."""
     low, high = (end.strip() for end in interval[1:-1].split(","))
@@ -125,7 +125,7 @@ def check_shape(name: str, x: Any, expected: Sequence[Any], legend: str = "") ->
         letters = f" = {legend}" if legend else ""
         raise ValueError(f"{name} has shape {shape}, expected ({rule}){letters}")
 
-
+# %% ../nbs/00b_checks.ipynb #c0bdtypex
 def check_dtype(name: str, x: Any, kind: Literal["floating", "integer"]) -> None:
     """ValueError unless `x` is a tensor of floating-point numbers, or one of int64 or int32."""
     if not hasattr(x, "dtype") or not hasattr(x, "is_floating_point"):
@@ -145,7 +145,7 @@ def bounded(default: Any, interval: str) -> Any:
     """A dataclass field whose value must lie in `interval` if it is a number."""
     return dataclasses.field(default=default, metadata={"range": interval})
 
-
+# %% ../nbs/00b_checks.ipynb #c0bfieldsx
 def plain(value: Any) -> Any:
     """Convert `value` to what YAML can hold: plain numbers, paths as strings, tuples as lists.
 
@@ -211,7 +211,7 @@ def type_in_words(kind: Any) -> str:
     }
     return words.get(kind, f"a {kind.__name__}")
 
-# %% ../nbs/00b_checks.ipynb #506b077a
+# %% ../nbs/00b_checks.ipynb #c0bnested
 def _nested(path: str, value: Any, kind: Any) -> Any:
     """Turn a mapping into the dataclass that `kind` names; return any other value unchanged."""
     options: tuple[Any, ...] = get_args(kind) or (kind,)
@@ -223,7 +223,7 @@ def _nested(path: str, value: Any, kind: Any) -> Any:
     except TypeError as error:  # an unknown key, or a missing one
         raise ValueError(f"{path}={dict(value)}: {error}") from None
 
-
+# %% ../nbs/00b_checks.ipynb #506b077a
 def check_fields(instance: Any, section: str = "") -> None:
     """Convert each field of a dataclass with `plain`, and check its type and its range.
 
