@@ -16,7 +16,7 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
 from llm_course.pages.storyteller import FOLDER, load_storyteller
-from llm_course.training.contamination import NgramIndex, find_leaks
+from llm_course.training.contamination import NgramIndex, find_leaks, word_ngrams
 from llm_course.training.evaluation import (
     bootstrap,
     calibration_error,
@@ -24,7 +24,14 @@ from llm_course.training.evaluation import (
     questions_needed,
     reliability,
 )
-from llm_course.training.evaluation_tasks import TASKS, MultipleChoice, build_task
+from llm_course.training.evaluation_tasks import (
+    TASKS,
+    Item,
+    MultipleChoice,
+    build_task,
+    needle_items,
+    pick,
+)
 from llm_course.training.harness import as_lm_eval, write_until
 from llm_course.training.scoring import Row, Scorer, group_rows, score_rows
 
@@ -110,6 +117,23 @@ def test_long_texts(scorer):
         scorer.row("Then", "")
     with pytest.raises(ValueError, match="nothing to score"):
         scorer.document_scores(["Then", ""])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row([1, 2, 3], 0), "num_scored=0 must be"),
+        (Row([1, 2, 3], -1), "num_scored=-1 must be"),
+        (Row([1, 2, 3], 3), "row 1 has 3 tokens, and 3 can't be scored"),
+        (Row([], 1), "row 1 has 0 tokens"),
+        (Row([1, 10**6], 1), "token id 1000000 at position 1 is outside"),
+        (Row([1, -1], 1), "token id -1 at position 1"),
+        (Row([1.5, 2], 1), "whole numbers"),
+    ],
+)
+def test_a_row_that_has_no_score_is_refused(scorer, row, message):
+    with pytest.raises(ValueError, match=message):
+        score_rows(scorer.model, [Row([1, 2], 1), row])
 
 
 # ------------------------------------------------------------------------------------- statistics
@@ -216,7 +240,57 @@ def test_planted_leak():
     stories = build_task("bits_per_byte", num=40).texts
     assert find_leaks(stories[:30], stories[30:]) == []
     assert [leak.index for leak in find_leaks([*stories[:30], stories[33]], stories[30:])] == [3]
-    assert NgramIndex([], n=3).overlap("a b c") == 0 and NgramIndex(["a"]).overlap("...") == 0
+    assert NgramIndex([], n=3).overlap("a b c") == 0
+
+
+def test_a_question_that_could_never_be_found_is_refused():
+    index = NgramIndex(["Then he asked: where is the red ball now? Nobody knew."], n=6)
+    assert index.overlap("Where is the red ball now?") == 1
+    for text in ("Where is the ball?", "...", ""):
+        with pytest.raises(ValueError, match="fewer than n=6 words"):
+            index.overlap(text)
+    with pytest.raises(ValueError, match="'Who is it.' has fewer than n=13 words"):
+        find_leaks([], ["Who is it?"])
+    for n in (0, -1, 1.5, None):
+        with pytest.raises(ValueError, match=f"n={n} must be a whole number"):
+            word_ngrams("a b c", n)
+    for text in (None, b"a b c", 3):
+        with pytest.raises(ValueError, match="text must be a str"):
+            word_ngrams(text, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": 2}, "item 1 has 2 choices, and its answer is number 2"),
+        ({"answer": -1}, "answer=-1 must be"),
+        ({"answer": None}, "answer=None must be"),
+        ({"choices": ()}, "item 1 has 0 choices"),
+        ({"choices": "ab"}, "choices='ab' must be a list"),
+    ],
+)
+def test_an_item_without_a_right_answer_is_refused_before_any_is_scored(change, message):
+    item = Item("Then", (" he", " she"), 0, group=0, kind="who")
+    with pytest.raises(ValueError, match=message):
+        MultipleChoice("mine", [item, item._replace(**change)])
+
+
+def test_metrics_choices_and_distances_are_checked():
+    for metrics, message in ((("acc",), "metric='acc' is unknown"), ((), "metrics is empty")):
+        with pytest.raises(ValueError, match=message):
+            MultipleChoice("mine", [], metrics)
+    assert pick([-math.inf, -2.0]) == (1, 1.0)
+    for log_probs in ([], [math.nan, -1.0], [-1.0, math.nan], [-math.inf], [math.inf, 0.0]):
+        with pytest.raises(ValueError, match="can't be compared"):
+            pick(log_probs)
+    for options, message in (
+        ({"num": 0}, "num=0 must be"),
+        ({"distances": ()}, "distances is empty"),
+        ({"distances": (-5,)}, "distance=-5 must be"),
+        ({"distances": 50}, "distances=50 must be a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            needle_items("easy", **{"num": 1, "seed": 0} | options)
 
 
 # ---------------------------------------------------------------------------------------- command
