@@ -317,6 +317,33 @@ def test_command_writes_and_compares(tmp_path, capsys, monkeypatch):
     assert "say where to write, --output FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tasks pairs,nothing", "tasks='nothing' is unknown"),
+        ("--tasks pairs --output no/such/a.json", "name a file in a folder that exists"),
+        ("--tasks pairs --output .", "name a file in a folder that exists"),
+        ("--tasks pairs --compare other.txt", "other.txt: it is no evaluation.json: Expecting"),
+        ("--tasks pairs --compare list.json", "list.json: it is no evaluation.json: it has no"),
+        ("--tasks pairs --compare same.json --seed 5", "only the same questions"),
+        ("--tasks all --compare same.json", "it has no task 'bits_per_byte', only ['pairs']"),
+        ("--tasks pairs,all --compare same.json", "it has no task 'bits_per_byte'"),
+    ],
+)
+def test_what_can_not_be_written_or_compared_is_refused_first(
+    tmp_path, capsys, monkeypatch, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Scorer, "log_likelihoods", None)  # nothing is measured
+    (tmp_path / "other.txt").write_text("pairs")
+    (tmp_path / "list.json").write_text("[]")
+    same = {"questions": 200, "level": "easy", "seed": 2121, "tasks": {"pairs": {}}}
+    (tmp_path / "same.json").write_text(json.dumps(same))
+    output = "" if "--output" in words else " --output a.json"
+    assert main(["evaluate", "--model", str(FOLDER), *(words + output).split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_run_gets_its_report(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = "--model.hidden_size 16 --model.num_layers 1 --model.num_heads 2 --data.corpus stories"
