@@ -177,12 +177,33 @@ def test_groups_are_drawn_together():
     [
         (([],), "0 values in 0 group"),
         (([1.0],), "needs two groups at least"),
-        (([1.0, 0.0], [1.0]), "one of each for every question"),
+        (([1.0, 0.0], [1.0]), "values has 2, sizes has 1"),
+        (([1.0, 0.0], [1.0, 0.0]), "size=0.0 must be positive"),
+        (([1.0, math.nan],), r"values\[1\]=nan must be"),
+        ((None,), "values=None must be a list"),
+        ((["a", "b"],), r"values\[0\]='a' must be"),
     ],
 )
 def test_refused_values(arguments, message):
     with pytest.raises(ValueError, match=message):
         bootstrap(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": [1]}, "groups has 1 entries for 2 values"),
+        ({"groups": [1, 1]}, "needs two groups at least"),
+        ({"confidence": 1}, "confidence=1 must be"),
+        ({"resamples": 0}, "resamples=0 must be"),
+        ({"seed": None}, "seed=None must be"),
+        ({"seed": -1}, "seed=-1 must be"),
+    ],
+)
+def test_refused_options(options, message):
+    for call in (bootstrap, lambda values, **how: compare(values, values, **how)):
+        with pytest.raises(ValueError, match=message):
+            call([0.0, 1.0], **options)
 
 
 def test_comparison_of_pairs():
@@ -193,8 +214,10 @@ def test_comparison_of_pairs():
     assert found.difference.low > 0 and found.wins == 1
     back = compare(second, first)
     assert back.difference[:3] == pytest.approx([-found.difference[i] for i in (0, 2, 1)], abs=0.01)
-    with pytest.raises(ValueError, match="same questions"):
+    with pytest.raises(ValueError, match="first has 100, second has 99"):
         compare(first, second[1:])
+    for kind in (np.uint8, np.bool_, np.float32):  # 0 - 1 is 255 in bytes, and refused for bools
+        assert compare(np.array(second, kind), np.array(first, kind)) == back
 
 
 def test_questions_needed_by_hand():
@@ -203,6 +226,11 @@ def test_questions_needed_by_hand():
     assert questions_needed(-0.05, 0.15) == 464
     with pytest.raises(ValueError, match="difference=0.2"):
         questions_needed(0.2, 0.15)
+    for difference in (0, math.nan, None, "0.1"):
+        with pytest.raises(ValueError, match="difference="):
+            questions_needed(difference, 0.15)
+    needed = [questions_needed(0.05, 0.15, power=power) for power in (0.001, 0.01, 0.1, 0.5)]
+    assert needed == sorted(needed) and needed[0] == 1  # chance finds that often without any
 
 
 def test_calibration_by_hand():
@@ -212,6 +240,13 @@ def test_calibration_by_hand():
     assert calibration_error(bins) == pytest.approx(expected)
     with pytest.raises(ValueError, match="confidence=1.5"):
         reliability([1.5], [True])
+    with pytest.raises(ValueError, match="correct=7"):
+        reliability([0.5], [7])
+    with pytest.raises(ValueError, match="confidences has 1, correct has 0"):
+        reliability([0.5], [])
+    for empty in ([], [bins[0]._replace(count=0)]):
+        with pytest.raises(ValueError, match="the bins hold no answer"):
+            calibration_error(empty)
 
 
 # ------------------------------------------------------------------------------------------ tasks
