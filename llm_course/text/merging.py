@@ -74,8 +74,8 @@ class PairIndex:
 
     `words` maps each word, a string with one character per symbol, to its frequency. `tokens` are
     the bytes of the symbols so far, and each merge adds one. `ties` is the tie rule of
-    `learn_merges`. ValueError for an unknown one, for a negative frequency, and for a symbol without
-    bytes.
+    `learn_merges`. ValueError for an unknown one, for a negative frequency, and for a symbol
+    without bytes.
     """
 
     def __init__(self, words: Mapping[str, int], tokens: Sequence[bytes], *, ties: str = TIES[0]):
@@ -137,8 +137,9 @@ class PairIndex:
 def merge_by_rank(symbols: list[int], merged: Mapping[tuple[int, int], int]) -> list[int]:
     """Apply all merges to a list of symbols, which it uses up: lowest rank first, then leftmost.
 
-    Symbols are whole numbers from 0, because a negative one marks what was merged away. `merged` maps a pair to the symbol that it becomes, which is larger for a later merge. Thanks to
-    a heap, n symbols take O(n log n) steps, so even a word of a megabyte is encoded quickly.
+    Symbols are whole numbers from 0, because a negative one marks what was merged away. `merged`
+    maps a pair to the symbol that it becomes, which is larger for a later merge. Thanks to a heap,
+    n symbols take O(n log n) steps, so even a word of a megabyte is encoded quickly.
     """
     end = len(symbols)
     look_up = merged.get

@@ -370,8 +370,8 @@ def _loss_scale(e: Evidence) -> str | None:
         again = _log_ratio(e.weights.recorded, e.weights.by_offset[1])
         if abs(again) > 0.1 and abs(again - _log_ratio(share, expected)) < 0.15:
             return (
-                f"all losses are {math.exp(again):.2f} times what they should be: the first, and that of the"
-                " checkpoint when it is measured again"
+                f"all losses are {math.exp(again):.2f} times what they should be: the first, and"
+                " that of the checkpoint when it is measured again"
             )
     if share > 1.15:
         return (

@@ -9,7 +9,6 @@ __all__ = ['launch']
 import copy
 import gc
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -77,7 +76,9 @@ def _spawn(arguments: tuple[Any, ...], world_size: int) -> Any:
         if not callable(arguments[0]):
             raise TypeError(f"function={arguments[0]!r} can't be called")
         return mp.spawn(_run, arguments, nprocs=world_size, join=False)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+    except (OSError, RuntimeError):
+        raise
+    except Exception as error:  # of many classes, from whatever can't be pickled
         raise ValueError(
             f"{error}: a new process imports the function by its name, so define it in a module;"
             " its arguments must be picklable, too"

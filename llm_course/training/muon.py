@@ -6,7 +6,7 @@
 __all__ = ['newton_schulz', 'Muon', 'muon_dtype']
 
 # %% ../../nbs/13c_muon.ipynb #o13c0003
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,23 +72,6 @@ def _nesterov(parameter: Tensor, state: dict[str, Any], momentum: float) -> Tens
     return gradient.lerp(buffer, momentum)
 
 
-def _check_group(group: dict[str, Any]) -> None:
-    """ValueError for a group whose settings are out of range, or that Muon can't update."""
-    check_numbers("[0, inf)", **{name: group[name] for name in ("lr", "eps", "weight_decay")})
-    betas = group["betas"]
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95)")
-    check_numbers("[0, 1)", beta1=betas[0], beta2=betas[1], momentum=group["momentum"])
-    if not isinstance(group["muon"], bool):
-        raise ValueError(f"muon={group['muon']!r} must be True or False")
-    for parameter in group["params"] if group["muon"] else ():
-        if parameter.ndim < 2:
-            raise ValueError(
-                f"a muon group has a parameter of shape {tuple(parameter.shape)}: only matrices"
-                " have directions, so leave it to AdamW, in a group without muon"
-            )
-
-
 def _fused_adamw(
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -116,6 +99,34 @@ def _fused_adamw(
         maximize=False,
     )
 
+# %% ../../nbs/13c_muon.ipynb #eff83bb7
+def _listed(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """The parameter groups as a list; ValueError for parameters without groups."""
+    groups = list(groups)
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise ValueError(
+            "groups must be parameter groups: [dict(params=matrices, muon=True),"
+            " dict(params=vectors)]; parameters alone would all be left to AdamW"
+        )
+    return groups
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """ValueError for a group whose settings are out of range, or that Muon can't update."""
+    check_numbers("[0, inf)", **{name: group[name] for name in ("lr", "eps", "weight_decay")})
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95)")
+    check_numbers("[0, 1)", beta1=betas[0], beta2=betas[1], momentum=group["momentum"])
+    if not isinstance(group["muon"], bool):
+        raise ValueError(f"muon={group['muon']!r} must be True or False")
+    for parameter in group["params"] if group["muon"] else ():
+        if parameter.ndim < 2:
+            raise ValueError(
+                f"a muon group has a parameter of shape {tuple(parameter.shape)}: only matrices"
+                " have directions, so leave it to AdamW, in a group without muon"
+            )
+
 # %% ../../nbs/13c_muon.ipynb #d13muon1
 class Muon(Optimizer):
     """Orthogonalised momentum for the parameter groups marked `muon`; AdamW for the others.
@@ -123,8 +134,8 @@ class Muon(Optimizer):
     A parameter (..., M, N) of a muon group is a stack of matrices. Each of its updates is scaled by
     0.2 sqrt(max(M, N)), which gives it the size of an AdamW update, so a learning rate for AdamW is
     a good start. `dtype` is what Newton-Schulz computes in. ValueError for a vector in a muon
-    group, for parameters without groups, and for settings out of range. Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is
-    scalable for LLM training".
+    group, for parameters without groups, and for settings out of range. Sources: Jordan et al.
+    2024; Liu et al. 2025, "Muon is scalable for LLM training".
     """
 
     def __init__(
@@ -139,12 +150,7 @@ class Muon(Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         fused: bool = True,
     ):
-        groups = list(groups)
-        if not all(isinstance(group, dict) and "params" in group for group in groups):
-            raise ValueError(
-                "groups must be parameter groups: [dict(params=matrices, muon=True),"
-                " dict(params=vectors)]; parameters alone would all be left to AdamW"
-            )
+        groups = _listed(groups)
         self.dtype = dtype
         settings = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, fused=fused

@@ -183,7 +183,7 @@ def _combinations(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _checked(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The options of a run, in which `config` is relative to `folder`; ValueError for `_NOT_HERE`."""
+    """The options of a run, with `config` relative to `folder`; ValueError for `_NOT_HERE`."""
     for key in options:
         if why := _NOT_HERE.get(key.replace("-", "_")):
             raise ValueError(f"{key} {why}")
@@ -294,7 +294,10 @@ def _check_unchanged(point: Point) -> None:
 
 
 def read_results(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of the runs that a sweep in this folder has finished; ValueError for another line."""
+    """The rows of the runs that a sweep in this folder has finished.
+
+    ValueError names a line that isn't the row of a run.
+    """
     file = Path(folder, "results.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     rows = []
