@@ -35,7 +35,8 @@ from llm_course.text.tokenization import BPETokenizer
 from llm_course.training import callbacks
 from llm_course.training.config import Config
 from llm_course.training.diagnosis import Evidence, diagnose, read_evidence
-from llm_course.training.run import continuation, load_run, train_worker
+from llm_course.training.folder import continuation, load_run
+from llm_course.training.run import train_worker
 from llm_course.training.sources import read_config
 from llm_course.training.task import LanguageModelingTask
 from llm_course.training.window import GradientWindow

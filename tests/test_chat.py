@@ -21,7 +21,7 @@ from llm_course.model.gguf import gguf_tokenizer, load_gguf, read_gguf, save_ggu
 from llm_course.model.pretrained import load_pretrained, save_pretrained
 from llm_course.text.tokenization import CHAT_TOKENS, SPECIAL_TOKENS, BPETokenizer
 from llm_course.training.callbacks import read_metrics
-from llm_course.training.run import initial_model, load_run
+from llm_course.training.folder import initial_model, load_run
 from llm_course.training.sources import read_config
 
 os.environ["HF_HUB_OFFLINE"] = "1"

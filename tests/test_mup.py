@@ -11,8 +11,10 @@ from torch import nn
 from llm_course.model.config import ModelConfig
 from llm_course.pages.scaling import coordinate_check, coordinate_config, few_steps
 from llm_course.training.config import Config, LoggingConfig, OptimizationConfig, TrainingConfig
+from llm_course.training.folder import load_run
 from llm_course.training.mup import MuPTask, hidden_matrices, scale_rates
-from llm_course.training.run import find_task, load_run, train_worker
+from llm_course.training.named import find_task
+from llm_course.training.run import train_worker
 from llm_course.training.task import LanguageModelingTask
 
 DATA = SimpleNamespace(vocab_size=256)

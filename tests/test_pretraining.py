@@ -12,7 +12,8 @@ from llm_course.commands.export import export_command
 from llm_course.pages.exercise_pretraining import HONEST, write_run
 from llm_course.pages.pretraining import model_card, storyteller_run, tiny_run
 from llm_course.text.stories import entropy
-from llm_course.training.run import load_run, train_worker
+from llm_course.training.folder import load_run
+from llm_course.training.run import train_worker
 
 
 @pytest.fixture(scope="module")

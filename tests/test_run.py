@@ -33,8 +33,10 @@ from llm_course.training.config import (
     TrainingConfig,
 )
 from llm_course.training.engine import TrainingEngine
+from llm_course.training.folder import load_run
+from llm_course.training.named import find_task
 from llm_course.training.optim import build_optimizer
-from llm_course.training.run import find_task, load_run, train_worker
+from llm_course.training.run import train_worker
 from llm_course.training.sources import read_config
 from llm_course.training.task import RegressionTask
 from llm_course.training.train import LargeScaleLLMTrainer, LLMTrainer

@@ -28,7 +28,9 @@ from llm_course.training.config import (
 )
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import TrainingEngine
-from llm_course.training.run import find_task, load_run, train_worker
+from llm_course.training.folder import load_run
+from llm_course.training.named import find_task
+from llm_course.training.run import train_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 QUIET = [

@@ -25,14 +25,15 @@ from llm_course.training.config import Config, DistributedConfig, OptimizationCo
 from llm_course.training.distributed import ProcessGroup
 from llm_course.training.engine import StepEngine, TrainingEngine
 from llm_course.training.epoch import planned_steps
+from llm_course.training.folder import load_run, load_state
 from llm_course.training.launch import launch
 from llm_course.training.lr_finder import LearningRateCurve, running_average, set_learning_rate
 from llm_course.training.monitoring import PerformanceMonitor, RandomTokens, measure_step
 from llm_course.training.muon import Muon, newton_schulz
+from llm_course.training.named import find_task
 from llm_course.training.optim import learning_rate_factor
 from llm_course.training.precision import MixedPrecision
 from llm_course.training.reports import draw_lines
-from llm_course.training.run import find_task, load_run, load_state
 from llm_course.training.runtime import seed_everything
 from llm_course.training.speed import peak_memory_bytes
 from llm_course.training.state import TrainState

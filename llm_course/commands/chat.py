@@ -29,7 +29,7 @@ from ..model.generation import generate_tokens, whole_characters
 from ..model.gguf import read_gguf
 from ..model.sampling import Filters
 from ..text.tokenization import CHAT_TOKENS, BaseTokenizer, SpecialTokenSplitter
-from ..training.run import initial_model, tokenizer_of
+from ..training.folder import initial_model, tokenizer_of
 
 # %% ../../nbs/19i_chat.ipynb #6e250929
 CHATML = (

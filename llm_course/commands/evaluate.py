@@ -15,7 +15,8 @@ import torch
 
 from .generate import add_checkpoint_argument
 from ..training.engine import mean_loss
-from ..training.run import find_task, load_state
+from ..training.folder import load_state
+from ..training.named import find_task
 from ..training.runtime import Runtime
 from ..training.sources import read_config
 

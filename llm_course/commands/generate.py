@@ -14,7 +14,7 @@ from typing import Any
 
 from ..model.decoder import DecoderModel
 from ..text.tokenization import BaseTokenizer
-from ..training.run import continuation, initial_model, load_run, tokenizer_of
+from ..training.folder import continuation, initial_model, load_run, tokenizer_of
 
 # %% ../../nbs/19c_generate.ipynb #df9c9066
 def print_continuation(

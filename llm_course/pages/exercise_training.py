@@ -37,7 +37,7 @@ from llm_course.training.config import (
     TrainingConfig,
 )
 from llm_course.training.engine import Callback, TrainingEngine
-from llm_course.training.run import find_task
+from llm_course.training.named import find_task
 from llm_course.training.task import RegressionTask, StepOutput
 
 

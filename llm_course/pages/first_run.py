@@ -18,7 +18,7 @@ from llm_course.model.decoder import DecoderModel
 from llm_course.text.token_file import TokenFile
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import load_checkpoint
-from llm_course.training.run import continuation, load_run
+from llm_course.training.folder import continuation, load_run
 from llm_course.training.sources import read_config
 from llm_course.training.train import main
 

@@ -37,7 +37,7 @@ from llm_course.training.diagnosis import (
     diagnose,
     read_evidence,
 )
-from llm_course.training.run import load_run
+from llm_course.training.folder import load_run
 from llm_course.training.sources import read_config
 
 FAULTS = Path(__file__).with_name("faults.json")

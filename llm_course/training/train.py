@@ -17,14 +17,9 @@ from typing import Any
 
 from ..commands.generate import print_continuation
 from .config import Config
-from llm_course.training.run import (
-    AVAILABLE_TASKS,  # noqa: F401  # documented place
-    RunResult,
-    continuation,
-    generate_line,
-    load_run,
-    train_worker,
-)
+from .folder import continuation, load_run
+from .named import AVAILABLE_TASKS  # noqa: F401  # documented place
+from .run import RunResult, generate_line, train_worker
 from .sources import load_config
 
 # %% ../../nbs/19b_train_command.ipynb #05d3811a
