@@ -108,7 +108,7 @@ class PairIndex:
 
     def merge(self, pair: str) -> None:
         """Make one symbol of `pair` in every word that contains it; ValueError where none does."""
-        if self._counts.get(pair, 0) < 1:
+        if pair not in self._places:
             raise ValueError(
                 f"no word contains the pair {pair!r}: merge what most_frequent returns"
             )
