@@ -89,7 +89,7 @@ def read_tables(state: Any) -> Tables:
     model = state.get("model") if isinstance(state, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
         raise ValueError("it holds no BPE model")
-    return merges_from_tokens(model.get("vocab"), model["merges"])
+    return merges_from_tokens(model.get("vocab", {}), model["merges"])
 
 # %% ../../nbs/01e_tokenizer_files.ipynb #2e0d115a
 def read_with_library(text: str) -> Tokenizer:

@@ -110,8 +110,10 @@ def score_rows(
     row of which no token, or the first one, is to be scored, and for tokens outside the vocabulary.
     """
     check_sizes(batch_tokens=batch_tokens)
+    vocab_size = model.config.vocab_size
+    assert vocab_size is not None  # a built model has one
     for index, row in enumerate(rows):
-        check_ids(row.ids, model.config.vocab_size)
+        check_ids(row.ids, vocab_size)
         check_sizes(num_scored=row.num_scored)
         if row.num_scored >= len(row.ids):
             raise ValueError(
