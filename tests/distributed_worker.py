@@ -22,6 +22,7 @@ from llm_course.training.config import Config, DistributedConfig, OptimizationCo
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.runtime import Runtime
+from llm_course.training.sharding import ShardedManager
 from llm_course.training.task import LanguageModelingTask
 
 MODEL = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, max_position_embeddings=256)
@@ -209,7 +210,7 @@ def on_two_ranks() -> dict[str, Any]:
     with DistributedManager(DistributedConfig(world_size=2), device="cpu") as ddp:
         runtimes = {
             "ddp": ddp,
-            "fsdp": DistributedManager(DistributedConfig(strategy="fsdp"), device="cpu"),
+            "fsdp": ShardedManager(DistributedConfig(strategy="fsdp"), device="cpu"),
         }
         for name, runtime in runtimes.items():
             once = dict(max_steps=1, batch_size=4, eval_interval=1)
@@ -224,9 +225,7 @@ def on_two_ranks() -> dict[str, Any]:
             found[f"{name} resume"] = resume_differs(dropout, at=4, runtime=runtime)
             found[f"{name} held"] = held_bytes(runtime)
         # Everything that saves memory at once. The moments' place does not change what is computed.
-        saving = DistributedManager(
-            DistributedConfig(strategy="fsdp", cpu_offload=True), device="cpu"
-        )
+        saving = ShardedManager(DistributedConfig(strategy="fsdp", cpu_offload=True), device="cpu")
         frugal = dict(activation_checkpointing=True)
         state, _ = train(make_config(training=once | frugal), task=GradientTask, runtime=saving)
         found["frugal step"] = numbers(state["model"])

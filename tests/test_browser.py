@@ -307,7 +307,7 @@ def test_an_exercise_is_solved_and_graded(browser, lab, student, tmp_path):
     scores, problems = exercises.grade(handed_in.parent, sources, tmp_path / "course", way.name)
     assert problems == []
     assert [score for score in scores if score.score != score.points] == []
-    assert sum(score.points for score in scores) == 25
+    assert sum(score.points for score in scores) == 28
 
 
 # ---------------------------------------------------------------- controls

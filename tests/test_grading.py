@@ -579,8 +579,8 @@ def test_deadlines_and_what_goes_back(tmp_path, capfd, monkeypatch):
     with (course / "grades.csv").open(encoding="utf-8") as file:
         rows = {row["student_id"]: row for row in csv.DictReader(file)}
     scores = {student: float(row["score"]) for student, row in rows.items()}
-    assert scores == {"Ann": 25, "Ben": 25, "Cid": 0}, output
-    assert float(rows["Cid"]["late_submission_penalty"]) == 25
+    assert scores == {"Ann": 28, "Ben": 28, "Cid": 0}, output
+    assert float(rows["Cid"]["late_submission_penalty"]) == 28
     pages = sorted(path.parts[-3] for path in course.glob("feedback/*/*/*.html"))
     assert pages == list(days)
     assert exercises.find_graded(course) == {(student, name) for student in days}

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from llm_course.text.bpe import BYTE_CHARACTERS, GPT2_PATTERN
+from llm_course.text.merging import WordCache
 from llm_course.text.streaming import any_of, settled_parts
 from llm_course.text.tokenization import (
     CHAT_TOKENS,
@@ -28,7 +29,6 @@ from llm_course.text.tokenization import (
     BPETokenizer,
     ByteBPETokenizer,
     SimpleCharacterTokenizer,
-    WordCache,
     chatml,
     load_tokenizer,
 )

@@ -6,7 +6,7 @@
 __all__ = ['linear_cross_entropy']
 
 # %% ../../nbs/09a_cross_entropy.ipynb #e769b589
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +81,12 @@ def _check_options(softcap: float | None, z_loss_coef: float) -> None:
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """ValueError names the first label outside the vocabulary, and its position."""
+    """ValueError names the first label outside the vocabulary, and its position.
+
+    Only where a look at the labels costs no wait for the device, and not when compiled.
+    """
+    if labels.device.type not in ("cpu", "mps") or torch.compiler.is_compiling():
+        return
     wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))
     if wrong.any():
         position = wrong.nonzero()[0].tolist()
@@ -90,6 +95,25 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
             f"0..{vocab_size - 1} nor IGNORE_INDEX={IGNORE_INDEX}: was the text encoded by another "
             "tokenizer?"
         )
+
+
+def _prepared(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Without gradients where these are switched off, and in autocast's type where that is on."""
+    if not torch.is_grad_enabled():  # then no gradient is computed
+        hidden = hidden.detach()
+        weight = weight.detach()
+    if autocasts(hidden, weight):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+    return hidden, weight
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """The types are settled; "meta" has no autocast to switch off."""
+    if torch.amp.is_autocast_available(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 # %% ../../nbs/09a_cross_entropy.ipynb #0de7e730
 def linear_cross_entropy(
@@ -121,17 +145,9 @@ def linear_cross_entropy(
     _check_tensors(hidden, weight, labels)
     _check_options(softcap, z_loss_coef)
     check_sizes(chunk_size=chunk_size)
-    device = hidden.device.type
-    if device in ("cpu", "mps") and not torch.compiler.is_compiling():
-        _check_labels(labels, weight.shape[0])
-
-    if not torch.is_grad_enabled():  # then no gradient is computed
-        hidden = hidden.detach()
-        weight = weight.detach()
-    if autocasts(hidden, weight):
-        hidden, weight = (t.to(torch.get_autocast_dtype(device)) for t in (hidden, weight))
-    has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
-    with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
+    _check_labels(labels, weight.shape[0])
+    hidden, weight = _prepared(hidden, weight)
+    with _without_autocast(hidden.device.type):
         flat = hidden.reshape(-1, weight.shape[1])  # (..., C) -> (N, C)
         targets = labels.reshape(-1).long()
         return _LinearCrossEntropy.apply(flat, weight, targets, softcap, z_loss_coef, chunk_size)

@@ -235,6 +235,8 @@ def show_gaps(gaps: Mapping[str, Sequence[float]], *, at: int) -> None:
     for (name, values), marker in zip(gaps.items(), ("o-", "s-", "^-"), strict=False):
         plt.plot(range(1, 1 + len(values)), values, marker, ms=4, label=name)
     plt.axvline(at, color="tab:red", lw=1, ls=":")
+    plt.yscale("symlog", linthresh=1e-4)  # powers of ten, and zero below them
+    plt.ylim(bottom=-5e-5)
     plt.xlabel("optimizer step")
     plt.ylabel("difference of the loss")
     plt.legend(fontsize=8)

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -133,6 +135,22 @@ def estimated_and_measured(
     return memory.activations + kept_by_loss + copies, measured
 
 
+def kept_by_layers(
+    layers: Sequence[int], *, checkpointing: bool, B: int = 4, T: int = 64
+) -> tuple[list[int], list[Tensor]]:
+    """Bytes kept for backward by models of so many layers, and the gradients of the deepest."""
+    kept: list[int] = []
+    for num_layers in layers:
+        torch.manual_seed(0)
+        model = DecoderModel(replace(VARIANTS["plain"], num_layers=num_layers))
+        model.activation_checkpointing = checkpointing
+        ids = torch.randint(101, (B, T))
+        run = partial(model, ids, labels=ids)
+        kept.append(kept_bytes(run, leave_out=model.parameters()))
+        run().loss_sum.backward()
+    return kept, [p.grad for p in model.parameters() if p.grad is not None]
+
+
 # ----------------------------------------------------------------------------------------- pictures
 
 
@@ -220,10 +238,21 @@ def show_batches(config: ModelConfig, T: int, card: float) -> None:
     parts = ([m[i] / GB for m in memory] for i in range(5))
     ax.stackplot(rows, *parts, labels=TrainingMemory._fields)
     ax.plot(rows, naive, "--", color="gray", label="with naive logits")
-    ax.axhline(card, color="tab:red", linewidth=1)
+    ax.axhline(card, color="black", linewidth=1)
     ax.set(xlabel=f"rows of {T} tokens", ylabel="memory (GB)", ylim=(0, 40))
     ax.set_title("Nearly all that grows is activations", fontsize=11)
     ax.legend(fontsize=7, loc="upper left", ncols=2)
+    plt.show()
+
+
+def show_kept(layers: Sequence[int], kept: Mapping[str, Sequence[int]]) -> None:
+    """Bytes kept for backward against the number of layers."""
+    _, ax = plt.subplots(figsize=(6, 2.5), layout="constrained")
+    for (name, sizes), marker in zip(kept.items(), "os", strict=True):
+        ax.plot(layers, [size / 1e6 for size in sizes], f"{marker}-", label=name)
+    ax.set(xlabel="layers", ylabel="kept for backward (MB)", ylim=(0, None), xticks=list(layers))
+    ax.set_title("Checkpointing keeps one tensor for each block", fontsize=11)
+    ax.legend(fontsize=8)
     plt.show()
 
 
@@ -239,7 +268,7 @@ def show_fit(model: str, rows: int, T: int, card: int, checkpointing: bool) -> N
     for part, size in memory._asdict().items():
         ax.barh([0], [size / GB], left=left, label=f"{part} {size / GB:.1f}")
         left += size / GB
-    ax.axvline(card, color="tab:red")
+    ax.axvline(card, color="black", lw=2)
     ax.set(xlim=(0, 1.15 * max(left, card)), yticks=[], xlabel="GB")
     operations = flops_per_token(config, length).training * rows * length
     verdict = "fits" if left <= card else "doesn't fit"

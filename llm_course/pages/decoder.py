@@ -152,24 +152,3 @@ def _in_pytorch(model: DecoderModel, gelu: Any, eps: float) -> nn.Module:
     encoder = nn.TransformerEncoder(block, c.num_layers, last, enable_nested_tensor=False)
     encoder.load_state_dict(theirs)
     return encoder.eval()
-
-
-def kept_bytes(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
-    """What waits for the backward pass, without the weights; the gradients are left behind."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def look(tensor: Tensor) -> Tensor:
-        # holding it, so that the address is not used again
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
-        loss = model(**batch).loss_sum
-    model.zero_grad()
-    loss.backward()
-    return sum(
-        tensor.untyped_storage().nbytes()
-        for address, tensor in kept.items()
-        if address not in weights
-    )

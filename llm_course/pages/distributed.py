@@ -1,6 +1,9 @@
 """What the pages of chapter 15 draw."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -11,6 +14,8 @@ from torch import Tensor
 BLUE = "tab:blue"
 ORANGE = "tab:orange"
 GRAY = "gray"
+Step = dict[str, Any]  # its tokens, and the seconds of steps, alone and together
+RECORD = Path(__file__).with_name("distributed_runs.json")  # by scripts/data_parallel.py
 
 
 # ---------------------------------------------------------------------------------------- the ring
@@ -61,7 +66,7 @@ def _show_message(axis: Any, rank: int, part: int, processes: int) -> None:
 def show_bytes(sizes: Sequence[int], by_one: Sequence[float], by_ring: Sequence[float]) -> None:
     """Tensors sent by the busiest process, by way of rank 0 and by the ring."""
     plt.figure(figsize=(5, 2.4))
-    plt.plot(sizes, by_one, "o-", color=ORANGE, label="by way of rank 0")
+    plt.plot(sizes, by_one, "o-", color=ORANGE, label="through rank 0")
     plt.plot(sizes, by_ring, "s-", color=BLUE, label="ring")
     plt.xlabel("processes")
     plt.ylabel("tensors sent")
@@ -113,19 +118,55 @@ def show_events(events: Sequence[Any]) -> list[int]:
     return leaving
 
 
-def show_scaling(tokens: Sequence[int], factors: Sequence[float]) -> None:
-    """The speed of two processes over that of one, by tokens in each."""
+def recorded_steps() -> list[Step]:
+    """The steps that `scripts/data_parallel.py` has timed, in several rounds."""
+    return [run for each in json.loads(RECORD.read_text())["rounds"] for run in each]
+
+
+def gains(steps: Sequence[Step], kind: str = "processor") -> dict[int, float]:
+    """How many times the tokens of one process two of them get through in a second, by tokens.
+
+    The fastest step of each size counts: what else the machine did made the others slower.
+    """
+    fastest: dict[int, dict[str, float]] = {}
+    for step in steps:
+        found = fastest.setdefault(step["tokens"], {"alone": math.inf, "together": math.inf})
+        for how in found:
+            found[how] = min(found[how], *step[how][kind])
+    return {tokens: 2 * of["alone"] / of["together"] for tokens, of in fastest.items()}
+
+
+def show_scaling(found: Mapping[str, Mapping[int, float]]) -> None:
+    """Measured speeds of two processes over that of one, by tokens in each."""
     plt.figure(figsize=(5, 2.6))
     plt.axhline(2, color=GRAY, lw=1, ls=":", label="no cost at all")
     plt.axhline(1, color=GRAY, lw=1, ls="--", label="one process")
-    plt.plot(tokens, factors, "o-", color=BLUE, label="measured")
+    for (name, speeds), style in zip(found.items(), ("o-", "s--"), strict=False):
+        plt.plot(list(speeds), list(speeds.values()), style, label=name)
     plt.xscale("log", base=2)
-    plt.xticks(tokens, [str(count) for count in tokens])
+    plt.xticks(list(speeds), [str(count) for count in speeds])
     plt.ylim(0, 2.2)
     plt.xlabel("tokens in each process and step")
     plt.ylabel("speed of two over one")
     plt.legend(fontsize=8)
-    plt.title("Two processes against one, measured", fontsize=10)
+    plt.title("The more tokens, the less the messages cost", fontsize=10)
+    plt.tight_layout()
+    plt.show()
+
+
+def show_speedups(speedup: Callable[[int], float], processes: int) -> None:
+    """The computed speed of `processes` over that of one, by tokens in each."""
+    tokens = [2**k for k in range(8, 19)]
+    plt.figure(figsize=(5, 2.6))
+    plt.axhline(processes, color=GRAY, lw=1, ls=":", label="no cost at all")
+    plt.axhline(1, color=GRAY, lw=1, ls="--", label="one process")
+    plt.plot(tokens, [speedup(count) for count in tokens], color=BLUE, label="computed")
+    plt.xscale("log", base=2)
+    plt.ylim(0, 1.1 * processes)
+    plt.xlabel("tokens in each process and step")
+    plt.ylabel(f"speed of {processes} over one")
+    plt.legend(fontsize=8)
+    plt.title("More tokens hide the messages", fontsize=10)
     plt.tight_layout()
     plt.show()
 

@@ -115,8 +115,8 @@ def kept_for_backward(model: nn.Module, batch: Batch) -> int:
     return sum(kept.values())
 
 
-def write(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) -> None:
-    """Print a few paragraphs that the model makes up."""
+def told(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) -> list[str]:
+    """A few paragraphs that the model makes up."""
     generator = torch.Generator().manual_seed(seed)
     rows = generate(
         model,  # type: ignore[arg-type]
@@ -127,8 +127,13 @@ def write(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) 
         stop_token_ids=[END],
         generator=generator,
     )
-    for row in rows:
-        print("|", data.text_of(row))
+    return [data.text_of(row) for row in rows]
+
+
+def write(model: nn.Module, data: Paragraphs, count: int = 3, *, seed: int = 0) -> None:
+    """Print a few paragraphs that the model makes up."""
+    for text in told(model, data, count, seed=seed):
+        print("|", text)
 
 
 @torch.no_grad()

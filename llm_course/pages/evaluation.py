@@ -37,6 +37,17 @@ def show_choices(item: Item, log_probs: Sequence[float]) -> None:
     plt.show()
 
 
+def show_resamples(means: Sequence[float], middle: Sequence[float]) -> None:
+    """How often each mean came up in the resamples, and the two ends of the interval."""
+    _, axes = plt.subplots(figsize=(7, 2.4))
+    axes.hist(means, bins=np.arange(0.15, 1.1, 0.1).tolist(), color="#3b82f6", edgecolor="white")
+    for end in middle:
+        axes.axvline(end, color="#d0562f", linestyle="--")
+    axes.set_xlabel("accuracy of a resample (red: the middle 95%)")
+    axes.set_ylabel("resamples")
+    plt.show()
+
+
 def _bars(axes: Axes, rows: Mapping[str, Interval], marks: Sequence[float]) -> None:
     for place, one in enumerate(rows.values()):
         axes.plot([one.low, one.high], [place, place], color="#3b82f6", linewidth=3)

@@ -7,7 +7,8 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -1084,3 +1085,125 @@ def check_safety(join: Answer) -> None:
         _check_takes_its_place(join)
     with case("Task 6, an error at the last moment"):
         _check_last_moment(join)
+
+
+# ----------------------------------------------------- task 7: files that belong together
+
+FILES = ("tokenizer", "train", "val")
+
+
+class PowerFailure(BaseException):
+    """The end of the program: no `except Exception` sees it, and the disk takes no more changes."""
+
+
+class Disk(MutableMapping[str, str]):
+    """Texts by name. Instead of change number `fails_at` there is an error of the kind `how`."""
+
+    def __init__(
+        self,
+        files: Mapping[str, str] | None = None,
+        *,
+        fails_at: int = 0,
+        how: type[BaseException] = OSError,
+    ):
+        self.files = dict(files or {})
+        self.changes = 0
+        self.fails_at = fails_at
+        self.how = how
+
+    def _change(self) -> None:
+        self.changes += 1
+        off = self.how is PowerFailure and 0 < self.fails_at < self.changes
+        if off or self.changes == self.fails_at:
+            raise self.how("no change is possible")
+
+    def __getitem__(self, name: str) -> str:
+        return self.files[name]
+
+    def __setitem__(self, name: str, text: str) -> None:
+        self._change()
+        self.files[name] = text
+
+    def __delitem__(self, name: str) -> None:
+        self._change()
+        del self.files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def made(name: str, corpus: str) -> str:
+    """What a file of a corpus holds."""
+    return f"{name} of {corpus}"
+
+
+def _expect_prepared(disk: Disk, corpus: str, when: str) -> None:
+    expected = {name: made(name, corpus) for name in FILES} | {"info": corpus}
+    assert disk.files == expected, f"{when}, the disk holds {disk.files}, expected {expected}"
+
+
+def check_prepare(prepare: Answer) -> None:
+    """`prepare(disk, corpus, make)` while nothing goes wrong."""
+    with case("Task 7, nothing goes wrong"):
+        disk = Disk()
+        prepare(disk, "stories", made)
+        _expect_prepared(disk, "stories", "after the first call")
+        disk = Disk(disk.files)
+        calls = []
+
+        def make(name: str, corpus: str) -> str:
+            calls.append(name)
+            return made(name, corpus)
+
+        prepare(disk, "stories", make)
+        assert not calls and not disk.changes, (
+            f"the note says that this corpus is prepared, and yet you make {calls} and change the"
+            f" disk {disk.changes} times: return at once"
+        )
+        prepare(disk, "manual", made)
+        _expect_prepared(disk, "manual", "after another corpus")
+
+
+def check_refused_text(prepare: Answer) -> None:
+    """`make` refuses the last file: nothing may have changed."""
+
+    def refuse(name: str, corpus: str) -> str:
+        if name == FILES[-1]:
+            raise ValueError("the text is too short")
+        return made(name, corpus)
+
+    with case("Task 7, make refuses a text"):
+        disk = Disk()
+        prepare(disk, "stories", made)
+        with suppress(ValueError):
+            prepare(disk, "manual", refuse)
+            raise AssertionError("make raised a ValueError: it must reach the caller")
+        _expect_prepared(
+            disk, "stories", "after `make` has refused the last file of another corpus"
+        )
+
+
+def check_crashes(
+    prepare: Answer, then: str = "manual", how: type[BaseException] = PowerFailure
+) -> None:
+    """From stories to the manual, with an error instead of each change in turn, then once more."""
+    with case(f"Task 7, {how.__name__} at each change, then {then}"):
+        before = Disk()
+        prepare(before, "stories", made)
+        for number in range(1, 20):
+            disk = Disk(before.files, fails_at=number, how=how)
+            with suppress(how):
+                prepare(disk, "manual", made)
+            note = disk.get("info")
+            mixed = {name: text for name, text in disk.items() if text != made(name, note or "")}
+            mixed.pop("info", None)
+            assert note is None or not mixed, (
+                f"change {number} fails, and afterwards the note says {note!r}, but the disk holds"
+                f" {mixed}: when must the old note go, and when may the new one come?"
+            )
+            disk = Disk(disk.files)
+            prepare(disk, then, made)
+            _expect_prepared(disk, then, f"change {number} failed, and in the next run")

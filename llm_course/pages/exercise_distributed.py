@@ -344,9 +344,6 @@ def check_steps(answers: Any, checks: Any) -> None:
 
 
 BOTH_WAYS = "a wire sends and receives at the same time, and in each step of a ring it does both"
-TWO_MOMENTS = (
-    "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of moments"
-)
 COST_SLIPS: dict[str, dict[float, str]] = {
     "ring_mb": {
         700: "that is one half of the ring, reduce-scatter; all-gather sends as much",
@@ -372,29 +369,6 @@ COST_SLIPS: dict[str, dict[float, str]] = {
         640: "rank 0 need not send to itself",
         0.56: "that is in seconds",
     },
-    "ddp_gb": {
-        24: TWO_MOMENTS,
-        12: TWO_MOMENTS,
-        36: TWO_MOMENTS,
-        3: "DDP shares nothing out: every process holds everything",
-        44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
-    },
-    "fsdp_gb": {
-        1.5: TWO_MOMENTS,
-        0.75: TWO_MOMENTS,
-        48: "FSDP shares parameters, gradients and moments out",
-        25.5: "parameters and gradients are shared out too",
-        14.25: "parameters are shared out too",
-        2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
-    },
-    "block_gb": {
-        3: "the whole block lies beside the shares, in addition",
-        0.5: "and the shares?",
-        5: "only the parameters of the block are gathered, not its gradients and moments",
-        15: "one block of 24 is whole, not all of them",
-        3.125: "3 billion / 24 are parameters, and each has 4 bytes",
-        3.03: "a block has 3 billion / 24 parameters; all processes' shares of it are gathered",
-    },
 }
 
 
@@ -404,16 +378,11 @@ def task1_costs(answers: Any) -> None:
         n = 8
         megabytes = 800
         speed = 20  # MB in a millisecond
-        billions = 3
-        blocks = 24
         right = {
             "ring_mb": 2 * (n - 1) * megabytes / n,
             "ring_ms": 2 * (n - 1) * megabytes / n / speed,
             "one_mb": (n - 1) * megabytes,
             "one_ms": 2 * (n - 1) * megabytes / speed,
-            "ddp_gb": 16 * billions,
-            "fsdp_gb": 16 * billions / 16,
-            "block_gb": 16 * billions / 16 + 4 * billions / blocks,
         }
         written(answers, *right)
         _expect_numbers(answers, right, COST_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
@@ -1403,6 +1372,60 @@ def task5_sharded(answers: Any) -> None:
     table = [(n, check_sharded(answers, n, [(60, 10), (8, 25)], n, steps=2)) for n in (2, 4)]
     for n, row in [(1, [6400]), *table]:
         print(f"800 parameters, {n} processes: each holds {row[0]:g} bytes of moments")
+
+
+TWO_MOMENTS = (
+    "AdamW keeps two moments for each parameter: 4 bytes of parameter, 4 of gradient, 8 of moments"
+)
+MEMORY_SLIPS: dict[str, dict[float, str]] = {
+    "ddp_gb": {
+        24: TWO_MOMENTS,
+        12: TWO_MOMENTS,
+        36: TWO_MOMENTS,
+        3: "DDP shares nothing out: every process holds everything",
+        44.7: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "stage1_gb": {
+        48: "your optimizer shares the moments out",
+        3: "parameters and gradients stay whole in each process",
+        14.25: "gradients stay whole in each process, too: they are in .grad",
+        24: "each process holds its sixteenth of the moments as well",
+        12.75: TWO_MOMENTS,
+        24.75: TWO_MOMENTS,
+    },
+    "fsdp_gb": {
+        1.5: TWO_MOMENTS,
+        0.75: TWO_MOMENTS,
+        48: "FSDP shares parameters, gradients and moments out",
+        25.5: "parameters and gradients are shared out too",
+        14.25: "parameters are shared out too",
+        2.79: "that is in GiB; 1 GB is 10⁹ bytes here",
+    },
+    "block_gb": {
+        3: "the whole block lies beside the shares, in addition",
+        0.5: "and the shares?",
+        5: "only the parameters of the block are gathered, not its gradients and moments",
+        15: "one block of 24 is whole, not all of them",
+        3.125: "3 billion / 24 are parameters, and each has 4 bytes",
+        3.03: "a block has 3 billion / 24 parameters; all processes' shares of it are gathered",
+    },
+}
+
+
+def task5_memory(answers: Any) -> None:
+    """Task 5, memory."""
+    with case("Task 5, memory"):
+        billions = 3
+        n = 16
+        blocks = 24
+        right = {
+            "ddp_gb": 16 * billions,
+            "stage1_gb": (8 + 8 / n) * billions,
+            "fsdp_gb": 16 * billions / n,
+            "block_gb": 16 * billions / n + 4 * billions / blocks,
+        }
+        written(answers, *right)
+        _expect_numbers(answers, right, MEMORY_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
 
 
 # --------------------------------------------------------------------- 6, attention split by heads

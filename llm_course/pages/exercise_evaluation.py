@@ -1,7 +1,8 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,17 @@ def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
         return answer(*arguments, **options)
 
 
+@contextmanager
+def explained(kind: type[Exception], reason: str) -> Iterator[None]:
+    """Give the likely reason of an error that the student's code raises in `call`."""
+    try:
+        yield
+    except AssertionError as error:
+        if isinstance(error.__cause__, kind):
+            raise AssertionError(f"{error}: {reason}") from error.__cause__
+        raise
+
+
 # ------------------------------------------------------------------------------------- task 1
 
 
@@ -27,7 +39,8 @@ def check_marks(
     marks: Answer, log_probs: Sequence[float], choices: Sequence[str], answer: int
 ) -> None:
     """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
-    found = call(marks, list(log_probs), list(choices), answer)
+    with explained(ZeroDivisionError, "log-probabilities may be so low that math.exp gives 0"):
+        found = call(marks, list(log_probs), list(choices), answer)
     assert isinstance(found, tuple) and len(found) == 3, (
         f"marks returned {found!r}, expected three: by_sum, by_byte, confidence"
     )
@@ -79,7 +92,7 @@ def check_interval(
     assert off <= 0.1 * width or near > 0.1 * (plain[1] - plain[0]), (
         f"[{low:.3f}, {high:.3f}] is the interval for single questions: draw whole groups"
     )
-    assert low < high, f"low is {low}, high {high}: the interval has no width"
+    assert high - low > 1e-9, f"low is {low}, high {high}: the interval has no width"
     assert off <= 0.1 * width, (
         f"the interval is [{low:.3f}, {high:.3f}], expected about"
         f" [{expected[0]:.3f}, {expected[1]:.3f}]: as many groups as there are, with replacement,"
@@ -117,7 +130,8 @@ def check_calibration(
     ece: Answer, confidences: Sequence[float], correct: Sequence[bool], num_bins: int
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
-    found = call(ece, list(confidences), list(correct), num_bins)
+    with explained(IndexError, "a confidence of 1.0 belongs to the last bin"):
+        found = call(ece, list(confidences), list(correct), num_bins)
     bins = reliability(confidences, correct, num_bins=num_bins)
     right = calibration_error(bins)
     gaps = [abs(one.accuracy - one.confidence) for one in bins]

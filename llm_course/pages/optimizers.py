@@ -25,7 +25,7 @@ class Stepper(Protocol):
 
 Factory = Callable[[Any], Stepper]  # from parameters to an optimizer
 STEEP = torch.tensor([100.0, 1.0])  # curvature across and along the valley
-STYLES = ("-", "--", "-.", ":")
+STYLES = ("-", "--", "-.", ":", "-")
 
 # ------------------------------------------------------------------------------ stories
 
@@ -143,17 +143,24 @@ def draw_valleys(makers: Mapping[str, Factory], titles: Sequence[str] = ("", "")
     plt.show()
 
 
-def draw_path(make: Factory, name: str, *, turned: bool) -> None:
-    """One path, and the loss along it."""
-    places = valley_path(make, turned=turned)
+def draw_paths(paths: Mapping[str, Tensor], title: str) -> None:
+    """Paths through the valley, and the losses along them."""
     fig, (left, right) = plt.subplots(1, 2, figsize=(6.4, 2.8), layout="constrained")
-    draw_valley(left, {name: places}, f"{name}, 40 steps")
+    draw_valley(left, paths, title)
     left.set_ylabel("across")
-    right.semilogy([max(valley_loss(place), 1e-8) for place in places])
+    for (name, places), style in zip(paths.items(), STYLES, strict=False):
+        right.semilogy([max(valley_loss(place), 1e-8) for place in places], style, label=name)
+    if len(paths) > 1:
+        right.legend(fontsize=8, loc="lower left")
     right.set_ylim(1e-7, 1e4)
     right.set_xlabel("step")
     right.set_title("loss", fontsize=9)
     plt.show()
+
+
+def draw_path(make: Factory, name: str, *, turned: bool) -> None:
+    """One path, and the loss along it."""
+    draw_paths({name: valley_path(make, turned=turned)}, f"{name}, 40 steps")
 
 
 # ------------------------------------------------------------------------------ comparisons

@@ -1,7 +1,7 @@
 """What the processes on the pages of chapter 15 train: a tiny decoder, and rows to share."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.moe import Experts
+from llm_course.pages.engine import Paragraphs, tiny_model, told
+from llm_course.pages.storyteller import load_storyteller
 from llm_course.training.config import (
     Config,
     DistributedConfig,
@@ -25,6 +27,7 @@ from llm_course.training.config import (
 from llm_course.training.distributed import DistributedManager
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.runtime import Runtime
+from llm_course.training.sharding import ShardedManager
 from llm_course.training.task import RegressionTask, StepOutput
 
 # what a function that a page sends to its processes may use
@@ -40,6 +43,7 @@ from llm_course.training.config import DistributedConfig
 from llm_course.training.distributed import DistributedManager
 """
 ROWS = 8
+SENT = ("input_ids", "labels")
 IGNORED = -100
 
 
@@ -67,7 +71,8 @@ def flat(tensors: Iterable[Any]) -> Tensor:
 
 def manager(strategy: Any) -> DistributedManager:
     """The manager of a strategy, for processes that have met already."""
-    return DistributedManager(DistributedConfig(strategy=strategy), device="cpu")
+    kind = ShardedManager if strategy == "fsdp" else DistributedManager
+    return kind(DistributedConfig(strategy=strategy), device="cpu")
 
 
 def one_process(model: nn.Module) -> Tensor:
@@ -159,33 +164,38 @@ def idle_expert(runtime: Runtime, *, kind: str, **settings: Any) -> tuple[float,
 # ----------------------------------------------------------------------------------------- scaling
 
 
-def seconds_a_step(model: nn.Module, rows: int, *, repeats: int = 8) -> float:
-    """The fastest of some steps on this many rows of 64 tokens."""
+def seconds_of_steps(model: nn.Module, rows: int, *, repeats: int) -> dict[str, list[float]]:
+    """Seconds by the clock, and of processor time, of steps on this many rows of 64 tokens."""
     ids = torch.randint(0, 256, (rows, 65), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    fastest = float("inf")
-    for _ in range(repeats + 1):  # the first one warms up
-        start = time.perf_counter()
+    kinds = {"clock": time.perf_counter, "processor": time.process_time}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for step in range(repeats + 1):
+        starts = {kind: now() for kind, now in kinds.items()}
         model(ids[:, :-1], labels=ids[:, 1:]).loss_sum.backward()
         optimizer.step()
         optimizer.zero_grad()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+        if step:  # the first one warms up
+            for kind, now in kinds.items():
+                seconds[kind].append(round(now() - starts[kind], 5))
+    return seconds
 
 
-def scaling(runtime: Runtime, *, row_counts: list[int]) -> list[float]:
-    """How many times the tokens of one process two of them read in a second, by rows for each."""
+def time_steps(
+    runtime: Runtime, *, row_counts: Sequence[int], repeats: int = 8
+) -> list[dict[str, Any]]:
+    """Seconds of steps in this process alone, and in all of them by DDP, by tokens in each."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 128, "num_layers": 2, "num_heads": 4}
     model = DecoderModel(ModelConfig(vocab_size=256, **sizes))
     pair = DistributedDataParallel(model)
-    factors = []
+    runs = []
     for rows in row_counts:
-        alone = seconds_a_step(model, rows) if runtime.rank == 0 else 0.0
-        runtime.barrier()  # where rank 1 has waited
-        together = seconds_a_step(pair, rows)
-        factors.append(2 * alone / together)
-    return factors
+        alone = seconds_of_steps(model, rows, repeats=repeats if runtime.rank == 0 else 0)
+        runtime.barrier()  # where the others have waited
+        together = seconds_of_steps(pair, rows, repeats=repeats)
+        runs.append({"tokens": 64 * rows, "alone": alone, "together": together})
+    return runs
 
 
 # ---------------------------------------------------------------------------------------- sharding
@@ -213,6 +223,19 @@ def whole_groups(runtime: Runtime) -> list[list[bool]]:
     loss.backward()
     look()
     return seen
+
+
+def write_sharded(runtime: Runtime, *, num_tokens: int = 16) -> tuple[int, int, str]:
+    """The storyteller under FSDP: the bytes held here and in all, and what it writes."""
+    model, tokenizer = load_storyteller()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    manager("fsdp").shard(model, bf16=False)
+    held = sum(_local(parameter).nbytes for parameter in model.parameters())
+    ids = torch.tensor([tokenizer.encode("Once upon a time there was")])
+    with torch.no_grad():
+        for _ in range(num_tokens):  # always the likeliest token
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
+    return held, size, tokenizer.decode(ids[0].tolist())
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> tuple[int, ...]:
@@ -271,6 +294,33 @@ def three_steps(runtime: Runtime, *, strategy: str, bf16: bool = False) -> dict[
         "computed in": types[-1],
         "gradients in": gradient.dtype,
     }
+
+
+# ----------------------------------------------------------------------------------------- stories
+
+
+def stories(runtime: Runtime, *, mean_of_means: bool = False, steps: int = 200) -> str:
+    """Train the tiny decoder on stories, each process on its share of a batch's rows; returns a
+    paragraph that the model then makes up.
+    """
+    data = Paragraphs(batch_size=8)
+    data.setup()
+    torch.manual_seed(0)
+    model = tiny_model(data).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    for _, batch in zip(range(steps), data.train_dataloader(epoch=0), strict=False):
+        mine = {name: batch[name][runtime.rank :: runtime.world_size] for name in SENT}
+        output = model(**mine)
+        if mean_of_means:
+            divisor = output.num_targets * runtime.world_size
+        else:
+            divisor = runtime.sum(output.num_targets)
+        optimizer.zero_grad()
+        output.loss_sum.backward()
+        for parameter in model.parameters():
+            parameter.grad = runtime.sum(parameter.grad / divisor)
+        optimizer.step()
+    return told(model, data, 1)[0]
 
 
 # -------------------------------------------------------------------------------------- the engine

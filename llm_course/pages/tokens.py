@@ -324,7 +324,12 @@ def plot_bars(bars: Mapping[str, float], xlabel: str, title: str, *, marked: str
 
 
 def plot_groups(
-    table: Mapping[str, Sequence[float]], groups: Sequence[str], ylabel: str, title: str
+    table: Mapping[str, Sequence[float]],
+    groups: Sequence[str],
+    ylabel: str,
+    title: str,
+    *,
+    legend: str | None = None,
 ) -> None:
     """Groups of bars, in each group one bar for each row of the table."""
     _, ax = plt.subplots(figsize=(6, 2.8))
@@ -335,7 +340,7 @@ def plot_groups(
     ax.set_xticks([n + middle for n in range(len(groups))], groups, fontsize=9)
     ax.set_ylabel(ylabel)
     ax.set_title(title, fontsize=10)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, title=legend, title_fontsize=8)
     plt.show()
 
 

@@ -59,10 +59,11 @@ def _check_row(tokens: Any, sequence_length: int) -> None:
 class PackedDataset(Dataset):
     """Windows of T tokens over one long row of ids: a NumPy array, or a `TokenFile`.
 
-    Item i is `{"input_ids": (T,), "labels": (T,)}`, int64. Windows do not overlap, so each id is a
-    target at most once; a remainder shorter than a window is left out. With `separator_id` there
-    are also `document_ids` (T,), which increase by one after each separator: pass them to the
-    model, and attention stays inside documents. ValueError if the ids don't fill one window.
+    Item i is `{"input_ids": (T,), "labels": (T,)}`, int64. The inputs of two windows don't overlap,
+    so each id is a target at most once; a remainder shorter than a window is left out. With
+    `separator_id` there are also `document_ids` (T,), which increase by one after each separator:
+    pass them to the model, and attention stays inside documents. ValueError if the ids don't fill
+    one window.
     """
 
     def __init__(self, tokens: Any, sequence_length: int, *, separator_id: int | None = None):

@@ -266,30 +266,6 @@ class TextRecipe:
         )
         return clean_corpus(corpus, list(self.clean))
 
-    def given_tokenizer(self) -> BaseTokenizer | None:
-        """Load the existing tokenizer, or return None if one is to be made from the text.
-
-        ValueError if the path doesn't exist or doesn't hold a tokenizer.
-        """
-        if self.tokenizer in ("bpe", "characters"):
-            return None
-        path = Path(self.tokenizer).expanduser()
-        if not path.exists():
-            raise ValueError(
-                f"tokenizer={self.tokenizer!r} is neither a folder nor a file: name a folder with a"
-                f" {BaseTokenizer.FILE_NAME}, or bpe or characters, which make a tokenizer from the"
-                " text"
-            )
-        return load_tokenizer(path)
-
-    def make_tokenizer(self, documents: Sequence[str]) -> BaseTokenizer:
-        """Make a tokenizer from the training documents."""
-        if self.tokenizer == "characters":
-            characters = sorted(set().union(*documents))
-            names = SPECIAL_TOKENS[1:]  # <PAD> it has by itself
-            return SimpleCharacterTokenizer.from_text("".join(characters), special_tokens=names)
-        return BPETokenizer.train(documents, vocab_size=self.vocab_size)
-
     def made_of(self, corpus: Corpus) -> dict[str, Any]:
         """Return what determines the ids that are prepared from the cleaned `corpus`."""
         by_character = self.tokenizer == "characters"
@@ -305,6 +281,15 @@ class TextRecipe:
         if self.corpus == "stories" and not (self.files or self.datasets):
             return split_stories(corpus.documents, val_fraction=self.val_fraction)
         return split_documents(corpus.documents, val_fraction=self.val_fraction, seed=self.seed)
+
+# %% ../../nbs/02e_data.ipynb #a05c295d
+def _new_tokenizer(recipe: TextRecipe, documents: Sequence[str]) -> BaseTokenizer:
+    """Make the tokenizer of a recipe from the training documents."""
+    if recipe.tokenizer == "characters":
+        characters = sorted(set().union(*documents))
+        names = SPECIAL_TOKENS[1:]  # <PAD> it has by itself
+        return SimpleCharacterTokenizer.from_text("".join(characters), special_tokens=names)
+    return BPETokenizer.train(documents, vocab_size=recipe.vocab_size)
 
 # %% ../../nbs/02e_data.ipynb #16791dee
 def _describe(tokenizer: BaseTokenizer, headers: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -392,6 +377,28 @@ class PreparedText:
             for file_name in ("train.tokens", "val.tokens", "info.json"):
                 (staging / file_name).replace(self.info_path.with_name(file_name))
 
+# %% ../../nbs/02e_data.ipynb #100ad509
+def _existing_tokenizer(
+    recipe: TextRecipe, prepared: PreparedText, sha256: str | None
+) -> BaseTokenizer | None:
+    """The tokenizer with this hash, which a resumed run keeps, or else the one that the recipe
+    names; None if one is to be made from the text.
+
+    ValueError if the path doesn't exist or doesn't hold a tokenizer.
+    """
+    if prepared.has_tokenizer(sha256):
+        return prepared.read_tokenizer()
+    if recipe.tokenizer in ("bpe", "characters"):
+        return None
+    path = Path(recipe.tokenizer).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"tokenizer={recipe.tokenizer!r} is neither a folder nor a file: name a folder with a"
+            f" {BaseTokenizer.FILE_NAME}, or bpe or characters, which make a tokenizer from the"
+            " text"
+        )
+    return load_tokenizer(path)
+
 # %% ../../nbs/02e_data.ipynb #67a978ae
 def prepare_text(
     recipe: TextRecipe,
@@ -410,24 +417,20 @@ def prepare_text(
     the tokens of a split, which leaves the previous files unchanged.
     """
     sha256 = expected.get("tokenizer_sha256")
-    if prepared.has_tokenizer(sha256):  # a resumed run keeps its tokenizer
-        tokenizer: BaseTokenizer | None = prepared.read_tokenizer()
-    else:
-        tokenizer = recipe.given_tokenizer()
+    tokenizer = _existing_tokenizer(recipe, prepared, sha256)
     corpus, report = recipe.read(num_proc)
     made_of = recipe.made_of(corpus)
     if tokenizer is not None:
         made_of["tokenizer_sha256"] = tokenizer.sha256
-    # a tokenizer that has yet to be made is compared below
     actual = {"tokenizer_sha256": sha256} | made_of | batching
     check_same_data(expected, actual)
 
     documents = dict(zip(PreparedText.SPLITS, recipe.split(corpus), strict=True))
-    is_prepared = prepared.is_made_of(made_of)
+    is_prepared = prepared.is_made_of(made_of)  # does the note say the same?
     if tokenizer is None and is_prepared:
         tokenizer = prepared.read_tokenizer()
     elif tokenizer is None:
-        tokenizer = recipe.make_tokenizer(documents["train"])
+        tokenizer = _new_tokenizer(recipe, documents["train"])
     check_same_data(expected, actual | {"tokenizer_sha256": tokenizer.sha256})
     if is_prepared:
         return

@@ -4,18 +4,17 @@
 
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'CHAT_TOKENS', 'SpecialTokenSplitter', 'between_special_tokens', 'chatml', 'SavedAsJSON',
-           'check_ids', 'BaseTokenizer', 'WordCache', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer',
+           'check_ids', 'TextEncoder', 'BaseTokenizer', 'MergeTable', 'ByteBPETokenizer', 'BPETokenizer',
            'SimpleCharacterTokenizer', 'load_tokenizer']
 
 # %% ../../nbs/01b_tokenization.ipynb #8471d679
 import hashlib
 import json
 import operator
-import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +34,7 @@ from llm_course.text.bpe import (
     room_for_merges,
     visible,
 )
+from .merging import WordCache
 from .streaming import any_of, settled_parts, valid_text
 from llm_course.text.tokenizer_files import (
     byte_pieces,
@@ -169,58 +169,20 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
             raise ValueError(f"token id {i} at position {position} is outside 0..{vocab_size - 1}")
     return checked
 
-# %% ../../nbs/01b_tokenization.ipynb #3c63b4f2
-class BaseTokenizer(SavedAsJSON):
-    """What all tokenizers of the course share; a subclass defines how ordinary text is encoded.
+# %% ../../nbs/01b_tokenization.ipynb #3c63b4f1
+class TextEncoder(SavedAsJSON):
+    """Encodes streams and conversations; a subclass says how it encodes one text."""
 
-    Ids run from 0 to `vocab_size` - 1. `special_tokens` maps names to ids. The ids of those with a
-    role are `pad_token_id`, `bos_token_id`, `eos_token_id` and `unk_token_id`, each None where the
-    tokenizer has no such token.
-    """
-
-    FILE_NAME = "tokenizer.json"
-
-    def __init__(self, vocab_size: int, special_tokens: Mapping[str, int]):
-        if short := [name for name in special_tokens if len(name) < 2]:
-            raise ValueError(
-                f"special token {short[0]!r} must have at least two characters, such as '<|x|>'"
-            )
-        self.vocab_size = vocab_size
-        self.special_tokens = dict(special_tokens)
-        self._names = SpecialTokenSplitter(special_tokens)
-        self.pad_token_id, self.bos_token_id, self.eos_token_id, self.unk_token_id = (
-            next((special_tokens[name] for name in role if name in special_tokens), None)
-            for role in (_PAD, _BOS, _EOS, _UNK)
-        )
+    vocab_size: int
+    special_tokens: dict[str, int]
 
     @abstractmethod
     def _pieces(self, text: str) -> Sequence[str]:
         """Cut `text` into the pieces that are encoded independently of each other."""
 
     @abstractmethod
-    def _encode_ordinary(self, text: str) -> list[int]:
-        """Return the ids of text without special tokens."""
-
-    @abstractmethod
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, in which special tokens appear by name.
-
-        Bytes that are not valid UTF-8 become U+FFFD. `ids` is a list, an array or a tensor of whole
-        numbers. ValueError names the first id that is outside the vocabulary.
-        """
-
     def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
-        """Return the token ids of `text`; no tokens are added to them.
-
-        The name of a special token becomes its id; with `allow_special=False` it is ordinary text:
-        use that for documents that you did not write. ValueError unless `text` is valid Unicode.
-        """
-        special = self._names if allow_special else _NO_NAMES
-        ids: list[int] = []
-        # ordinary, name, ordinary, ...
-        for index, piece in enumerate(special.split(valid_text(text))):
-            ids += [self.special_tokens[piece]] if index % 2 else self._encode_ordinary(piece)
-        return ids
+        """Return the token ids of `text`."""
 
     def encode_iterable(
         self, chunks: Iterable[str], *, allow_special: bool = True
@@ -253,33 +215,57 @@ class BaseTokenizer(SavedAsJSON):
         parts = chatml(messages, add_generation_prompt=add_generation_prompt)
         return [i for text, special in parts for i in self.encode(text, allow_special=special)]
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
+# %% ../../nbs/01b_tokenization.ipynb #3c63b4f2
+class BaseTokenizer(TextEncoder):
+    """What all tokenizers of the course share; a subclass defines how ordinary text is encoded.
 
-# %% ../../nbs/01b_tokenization.ipynb #4c94aebe
-class WordCache(dict[str, list[int]]):
-    """A cache of the ids that `encode` returns for each word.
-
-    It is emptied before it holds more than about `limit` bytes, so that an endless stream of
-    new words, or of long ones, doesn't fill the memory.
+    Ids run from 0 to `vocab_size` - 1. `special_tokens` maps names to ids. The ids of those with a
+    role are `pad_token_id`, `bos_token_id`, `eos_token_id` and `unk_token_id`, each None where the
+    tokenizer has no such token.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], limit: int = 2**26):
-        super().__init__()
-        self._encode = encode
-        self.limit = limit
-        self.num_bytes = 0
+    FILE_NAME = "tokenizer.json"
 
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._encode(word)
-        size = 100 + sys.getsizeof(word) + sys.getsizeof(ids)  # 100 for the dictionary's entry
-        if self.num_bytes + size > self.limit:
-            self.clear()
-            self.num_bytes = 0
-        if size <= self.limit:
-            self[word] = ids
-            self.num_bytes += size
+    def __init__(self, vocab_size: int, special_tokens: Mapping[str, int]):
+        if short := [name for name in special_tokens if len(name) < 2]:
+            raise ValueError(
+                f"special token {short[0]!r} must have at least two characters, such as '<|x|>'"
+            )
+        self.vocab_size = vocab_size
+        self.special_tokens = dict(special_tokens)
+        self._names = SpecialTokenSplitter(special_tokens)
+        self.pad_token_id, self.bos_token_id, self.eos_token_id, self.unk_token_id = (
+            next((special_tokens[name] for name in role if name in special_tokens), None)
+            for role in (_PAD, _BOS, _EOS, _UNK)
+        )
+
+    @abstractmethod
+    def _encode_ordinary(self, text: str) -> list[int]:
+        """Return the ids of text without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, in which special tokens appear by name.
+
+        Bytes that are not valid UTF-8 become the replacement character U+FFFD. `ids` is a list, an
+        array or a tensor of whole numbers. ValueError names the first id outside the vocabulary.
+        """
+
+    def encode(self, text: str, *, allow_special: bool = True) -> list[int]:
+        """Return the token ids of `text`; no tokens are added to them.
+
+        The name of a special token becomes its id; with `allow_special=False` it is ordinary text:
+        use that for documents that you did not write. ValueError unless `text` is valid Unicode.
+        """
+        special = self._names if allow_special else _NO_NAMES
+        ids: list[int] = []
+        # ordinary, name, ordinary, ...
+        for index, piece in enumerate(special.split(valid_text(text))):
+            ids += [self.special_tokens[piece]] if index % 2 else self._encode_ordinary(piece)
         return ids
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
 
 # %% ../../nbs/01b_tokenization.ipynb #68374932
 class MergeTable:

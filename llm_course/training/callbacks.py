@@ -102,7 +102,7 @@ class _Patience(Callback):
         self.best = state.get("best", math.inf)
         self.waited = state.get("waited", 0)
 
-
+# %% ../../nbs/16a_callbacks.ipynb #606d1098
 class EarlyStopping(_Patience):
     """Stop when `metric` has not improved by more than `min_delta` in `patience` validations.
 

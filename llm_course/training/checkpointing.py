@@ -29,6 +29,21 @@ from ..files import sha256_of, sync
 from .engine import Callback, TrainingEngine
 from .logging import Logger
 
+# %% ../../nbs/18a_checkpointing.ipynb #487bdc8b
+def _check_storable(leaf: Any, path: str) -> None:
+    """TypeError for what safetensors cannot hold: sparse or quantized tensors, tensors without
+    data, and everything that isn't a tensor.
+    """
+    try:
+        save({"tensor": leaf.new_empty(0)})
+    except Exception:
+        kind = (
+            f"tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}"
+            if isinstance(leaf, Tensor)
+            else type(leaf).__name__
+        )
+        raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold") from None
+
 # %% ../../nbs/18a_checkpointing.ipynb #487bdc8c
 def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take the tensors out of a tree of dicts, lists and JSON values.
@@ -78,21 +93,6 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
         return parts, tensors
     values = list(parts.values())
     return ({"__tuple__": values} if isinstance(tree, tuple) else values), tensors
-
-
-def _check_storable(leaf: Any, path: str) -> None:
-    """TypeError for what safetensors cannot hold: sparse or quantized tensors, tensors without
-    data, and everything that isn't a tensor.
-    """
-    try:
-        save({"tensor": leaf.new_empty(0)})
-    except Exception:
-        kind = (
-            f"tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}"
-            if isinstance(leaf, Tensor)
-            else type(leaf).__name__
-        )
-        raise TypeError(f"{path} is a {kind}, which a checkpoint cannot hold") from None
 
 # %% ../../nbs/18a_checkpointing.ipynb #7ccd2326
 def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -205,6 +205,28 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{path} matches its manifest but does not hold the state of a run ({error!r})"
         ) from None
 
+# %% ../../nbs/18a_checkpointing.ipynb #44fa5185
+def _share_permissions(folder: Path) -> None:
+    """safetensors lets only the owner read its files: give them the permissions of state.json."""
+    for name in ("model", "optimizer"):
+        with suppress(OSError):  # some file systems have no permissions
+            shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
+
+
+def _manifest_of(state: dict[str, Any], folder: Path, *, step: int) -> dict[str, Any]:
+    """The step, the metrics, and the size and hash of each file in the folder."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": sha256.result()}
+        for path, sha256 in _hashed_together(sorted(folder.iterdir()))
+    }
+    # otherwise the metrics belong to earlier weights
+    measured = state.get("state", {}).get("validated_step", step) == step
+    return {
+        "step": step,
+        "metrics": state.get("metrics", {}) if measured else {},
+        "files": files,
+    }
+
 # %% ../../nbs/18a_checkpointing.ipynb #44fa5186
 def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     """Write the four files of a checkpoint, and force them to the disk."""
@@ -221,22 +243,8 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     save_file(model, folder / "model.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
-    # safetensors lets only the owner read its files: give them the permissions of state.json
-    for name in ("model", "optimizer"):
-        with suppress(OSError):  # some file systems have no permissions
-            shutil.copymode(folder / "state.json", folder / f"{name}.safetensors")
-    hashed = _hashed_together(sorted(folder.iterdir()))
-    files = {
-        path.name: {"size": path.stat().st_size, "sha256": sha256.result()}
-        for path, sha256 in hashed
-    }
-    # otherwise the metrics belong to earlier weights
-    measured = state.get("state", {}).get("validated_step", step) == step
-    manifest = {
-        "step": step,
-        "metrics": state.get("metrics", {}) if measured else {},
-        "files": files,
-    }
+    _share_permissions(folder)
+    manifest = _manifest_of(state, folder, step=step)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*folder.iterdir(), folder]:  # 2: bytes and names reach the disk
         sync(path)
@@ -370,6 +378,13 @@ class CheckpointFolder:
             self._checked[path] = signature, self._first_whole([path]) is not None
         return self._checked[path][1]
 
+# %% ../../nbs/18a_checkpointing.ipynb #d18man00
+def _with_free_space(error: Exception, final: Path) -> OSError:
+    """The error of a disk that refused `final`, with the space that is left."""
+    place = next(path for path in final.parents if path.exists())
+    free = f"There are {shutil.disk_usage(place).free / 1e6:,.1f} MB free in {place}"
+    return OSError(f"the checkpoint {final} could not be written: {error}. {free}")
+
 # %% ../../nbs/18a_checkpointing.ipynb #d18man01
 class CheckpointManager(CheckpointFolder):
     """Writes and tidies the checkpoints in a folder; only one process at a time may write there.
@@ -408,11 +423,7 @@ class CheckpointManager(CheckpointFolder):
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, SafetensorError)):
-                place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-                free = f"There are {shutil.disk_usage(place).free / 1e6:,.1f} MB free in {place}"
-                raise OSError(
-                    f"the checkpoint {final} could not be written: {error}. {free}"
-                ) from error
+                raise _with_free_space(error, final) from error
             raise
         self.logger.debug(f"saved {final}")
         self.check_metrics(state.get("metrics", {}))
@@ -440,6 +451,27 @@ class CheckpointManager(CheckpointFolder):
         for path in [*paths[:first], *paths[place + 1 :]]:
             if path not in (*later, best):
                 _remove(path)
+
+# %% ../../nbs/18a_checkpointing.ipynb #358a94ad
+def _save_together(
+    engine: TrainingEngine, manager: CheckpointManager
+) -> tuple[dict[str, Any], ValueError | None]:
+    """Collect the state, in which all processes take part, and let the main one write it.
+
+    Returns the state, and the error of a metric that no validation measures; all processes raise
+    an OSError together where the disk refuses.
+    """
+    state = engine.state_dict()
+    refused: OSError | ValueError | None = None
+    if engine.runtime.is_main:
+        try:
+            manager.save(state, step=engine.state.step)
+        except (OSError, ValueError) as error:
+            refused = error
+    # all of them must know, so that they try again together
+    if engine.runtime.any(isinstance(refused, OSError)):
+        raise refused or OSError("the main process could not write the checkpoint")
+    return state, refused if isinstance(refused, ValueError) else None
 
 # %% ../../nbs/18a_checkpointing.ipynb #358a94ae
 class Checkpointer(Callback):
@@ -477,17 +509,7 @@ class Checkpointer(Callback):
             self._save(engine)
 
     def _save(self, engine: TrainingEngine) -> None:
-        # all processes take part, and the main one writes
-        state = engine.state_dict()
-        refused = None
-        if engine.runtime.is_main:
-            try:
-                self.manager.save(state, step=engine.state.step)
-            except (OSError, ValueError) as error:
-                refused = error
-        # all of them must know, so that they try again together
-        if engine.runtime.any(isinstance(refused, OSError)):
-            raise refused or OSError("the main process could not write the checkpoint")
+        state, refused = _save_together(engine, self.manager)
         self.saved_step = engine.state.step
         # all processes raise this together, after the main one has saved
         self.manager.check_metrics(state["metrics"])

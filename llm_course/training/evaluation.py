@@ -27,6 +27,26 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+# %% ../../nbs/21a_evaluation.ipynb #b21a014a
+def _group_sums(
+    values: Sequence[float], sizes: Sequence[float] | None, groups: Sequence[int] | None
+) -> np.ndarray:
+    """The sum of values and of sizes in each group: (G, 2)."""
+    (marks,) = check_columns(values=values)
+    num = len(marks)
+    columns = check_columns(values=marks, sizes=[1.0] * num if sizes is None else sizes)
+    for size in columns[1]:
+        check_numbers("(0, inf)", size=size)
+    owners = [*range(num)] if groups is None else [*groups]
+    if len(owners) != num:
+        raise ValueError(f"groups has {len(owners)} entries for {num} values: give one for each")
+    _, places = np.unique(np.asarray(owners), return_inverse=True)
+    if num == 0 or places.max() == 0:
+        raise ValueError(
+            f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
+        )
+    return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
+
 # %% ../../nbs/21a_evaluation.ipynb #b21a014
 def bootstrap(
     values: Sequence[float],
@@ -56,26 +76,6 @@ def bootstrap(
     value, size = sums.sum(axis=0)
     return Interval(float(value / size), float(low), float(high), len(values))
 
-
-def _group_sums(
-    values: Sequence[float], sizes: Sequence[float] | None, groups: Sequence[int] | None
-) -> np.ndarray:
-    """The sum of values and of sizes in each group: (G, 2)."""
-    (marks,) = check_columns(values=values)
-    num = len(marks)
-    columns = check_columns(values=marks, sizes=[1.0] * num if sizes is None else sizes)
-    for size in columns[1]:
-        check_numbers("(0, inf)", size=size)
-    owners = [*range(num)] if groups is None else [*groups]
-    if len(owners) != num:
-        raise ValueError(f"groups has {len(owners)} entries for {num} values: give one for each")
-    _, places = np.unique(np.asarray(owners), return_inverse=True)
-    if num == 0 or places.max() == 0:
-        raise ValueError(
-            f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
-        )
-    return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
-
 # %% ../../nbs/21a_evaluation.ipynb #b21a026
 class Comparison(NamedTuple):
     """How much better the second of two models is on the same questions."""
@@ -103,7 +103,7 @@ def compare(
     sums = _group_sums(differences, None, groups)[:, 0]
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)
-    signs = np.sign((draws @ sums).round(9))
+    signs = np.sign((draws @ sums).round(9))  # sums of fractions: 1e-16 is a tie
     wins = float((signs + 1).mean() / 2)
     return Comparison(interval, wins, float(np.mean(np.asarray(differences) != 0)))
 

@@ -51,6 +51,11 @@ def _filled(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups that have parameters."""
     return [group for group in groups if group["params"]]
 
+
+def _device_of(parameters: list[nn.Parameter]) -> torch.device:
+    """Where these are; in a pipeline's stage the other stages' are on the meta device."""
+    return next((p for p in parameters if not p.is_meta), parameters[0]).device
+
 # %% ../../nbs/13a_optim.ipynb #d466d15f
 def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
     """The optimizer that `config` asks for, over the parameters of `model`.
@@ -80,9 +85,7 @@ def build_optimizer(model: nn.Module, config: OptimizationConfig) -> Optimizer:
         dict(params=[p for p in matrices if id(p) not in chosen], weight_decay=decay),
         dict(params=vectors, weight_decay=0.0),
     ]
-    # in a pipeline's stage, the other stages' parameters are on the meta device
-    device = next((p for p in inner if not p.is_meta), inner[0]).device
-    return Muon(_filled(groups), dtype=muon_dtype(device), **settings)
+    return Muon(_filled(groups), dtype=muon_dtype(_device_of(inner)), **settings)
 
 # %% ../../nbs/13a_optim.ipynb #0f9e8641
 def learning_rate_factor(step: int, config: OptimizationConfig, *, max_steps: int) -> float:

@@ -46,7 +46,7 @@ from ..model.estimate import TrainingMemory, count_parameters, training_memory
 from ..text.batches import IGNORE_INDEX
 from .config import Config, DistributedConfig
 from .distributed import DistributedManager
-from .sharding import shard_blocks
+from .sharding import ShardedManager, shard_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Schedule1F1B
@@ -130,7 +130,7 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         part.div_(group.size())
 
 # %% ../../nbs/15d_parallel.ipynb #p15bmesh
-class ModelParallel(DistributedManager):
+class ModelParallel(ShardedManager):
     """Neighbouring processes form a group, which shares one model and reads one share of the data.
 
     `mesh` is a table of all processes: a row is such a group ("model"), and the processes of a
@@ -279,6 +279,8 @@ class TensorParallel(ModelParallel):
 
     Between groups the model is replicated (ddp+tp) or sharded (fsdp+tp).
     """
+
+    strategy = "tp"
 
     @property
     def seed_rank(self) -> int:
@@ -463,6 +465,7 @@ class PipelineParallel(ModelParallel):
     Between groups the model is replicated (ddp+pp).
     """
 
+    strategy = "pp"
     table: Tensor | None = None  # where the first and the last stage share it
     ends: dist.ProcessGroup | None = None  # of these two stages; None in the others
 
@@ -532,8 +535,8 @@ def _to_cpu(value: Any) -> Any:
 # %% ../../nbs/15d_parallel.ipynb #p15bbld1
 def build_manager(config: DistributedConfig, *, device: str = "auto") -> DistributedManager:
     """The manager of `config.strategy`."""
-    kinds = {"tp": TensorParallel, "pp": PipelineParallel}
-    kind = kinds.get(config.strategy.split("+")[-1], DistributedManager)
+    kinds = (DistributedManager, ShardedManager, TensorParallel, PipelineParallel)
+    [kind] = [kind for kind in kinds if kind.strategy == config.strategy.split("+")[-1]]
     return kind(config, device=device)
 
 # %% ../../nbs/15d_parallel.ipynb #p15bmem1

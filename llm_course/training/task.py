@@ -203,16 +203,35 @@ def _decoder(config: Config, vocab_size: int) -> DecoderModel:
     model.activation_checkpointing = config.training.activation_checkpointing
     return model
 
-# %% ../../nbs/13b_task.ipynb #1547b2e7
-class LanguageModelingTask(TrainingTask):
-    """Predict the next token: a `DecoderModel` on a `TextDataModule`, cross-entropy in nats.
 
-    Where `data.corpus` names a task of `SyntheticDataModule`, it trains on that instead.
-    """
+class _BalancedRouters(TrainingTask):
+    """A task that moves its routers' biases towards equal loads after each optimizer step."""
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._tokens_per_expert: Tensor | None = None  # (L, E), since the last optimizer step
+
+    def _add_loads(self, tokens_per_expert: Tensor | None) -> None:
+        if tokens_per_expert is not None and self.config.optimization.router_bias_rate > 0:
+            counts = tokens_per_expert.detach()
+            self._tokens_per_expert = (
+                counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
+            )
+
+    def after_update(self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Move the experts' biases towards equal loads, by `optimization.router_bias_rate`."""
+        if self._tokens_per_expert is not None:
+            counts = sum_over_ranks(self._tokens_per_expert)
+            rate = self.config.optimization.router_bias_rate
+            model.update_router_bias(counts, rate=rate)  # type: ignore[operator]
+            self._tokens_per_expert = None
+
+# %% ../../nbs/13b_task.ipynb #1547b2e7
+class LanguageModelingTask(_BalancedRouters):
+    """Predict the next token: a `DecoderModel` on a `TextDataModule`, cross-entropy in nats.
+
+    Where `data.corpus` names a task of `SyntheticDataModule`, it trains on that instead.
+    """
 
     def build_data(self) -> BaseDataModule:
         return _text_data(self.config)
@@ -222,11 +241,7 @@ class LanguageModelingTask(TrainingTask):
 
     def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
         output = self._forward(model, batch)
-        if output.tokens_per_expert is not None and self.config.optimization.router_bias_rate > 0:
-            counts = output.tokens_per_expert.detach()
-            self._tokens_per_expert = (
-                counts if self._tokens_per_expert is None else self._tokens_per_expert + counts
-            )
+        self._add_loads(output.tokens_per_expert)
         return StepOutput(output.loss_sum, output.num_targets, output.aux_loss * output.num_targets)
 
     def validation_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
@@ -238,14 +253,6 @@ class LanguageModelingTask(TrainingTask):
         names = [name for name in ("input_ids", "labels", "document_ids") if name in batch]
         # with labels, the model never holds all logits
         return model(**{name: batch[name] for name in names})
-
-    def after_update(self, model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Move the experts' biases towards equal loads, by `optimization.router_bias_rate`."""
-        if self._tokens_per_expert is not None:
-            counts = sum_over_ranks(self._tokens_per_expert)
-            rate = self.config.optimization.router_bias_rate
-            model.update_router_bias(counts, rate=rate)  # type: ignore[operator]
-            self._tokens_per_expert = None
 
     def metrics(self, loss: float, data: BaseDataModule) -> dict[str, float]:
         """Bits per byte of text: nats per token, divided by its bytes and by ln 2.
