@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checks import check_numbers
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..text.data import BaseDataModule
@@ -49,9 +50,17 @@ def _with_factors(config: ModelConfig, multiplier: float, base_head_dim: int) ->
 def scale_rates(optimizer: Optimizer, matrices: list[nn.Parameter], factor: float) -> None:
     """Multiply the learning rate of `matrices` by `factor`, in groups of their own.
 
-    Weight decay is divided by it, so that their product stays.
+    Weight decay, where the optimizer has one, is divided by it, so that their product stays.
+    ValueError for a `factor` that isn't positive, and for a trainable matrix of another optimizer.
     """
-    chosen = {id(matrix) for matrix in matrices}
+    check_numbers("(0, inf)", factor=factor)
+    chosen = {id(matrix): matrix for matrix in matrices}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if lost := [m for key, m in chosen.items() if m.requires_grad and key not in held]:
+        raise ValueError(
+            f"the optimizer doesn't have {len(lost)} of the matrices, one of shape"
+            f" {tuple(lost[0].shape)} among them: take both from the same model"
+        )
     for group in [*optimizer.param_groups]:
         inside = [p for p in group["params"] if id(p) in chosen]
         outside = [p for p in group["params"] if id(p) not in chosen]
@@ -61,7 +70,8 @@ def scale_rates(optimizer: Optimizer, matrices: list[nn.Parameter], factor: floa
             group = optimizer.param_groups[-1]
         if inside:
             group["lr"] *= factor
-            group["weight_decay"] /= factor
+            if "weight_decay" in group:
+                group["weight_decay"] /= factor
 
 
 class MuPTask(LanguageModelingTask):
