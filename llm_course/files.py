@@ -26,7 +26,7 @@ def sync(path: Path) -> None:
     finally:
         os.close(descriptor)
 
-
+# %% ../nbs/00c_files.ipynb #c0creplac
 @contextmanager
 def replacing(path: str | Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
     """Open a new file that replaces `path` when the block ends, after its bytes are on the disk.
@@ -47,7 +47,7 @@ def replacing(path: str | Path, mode: str = "wb", **options: Any) -> Iterator[IO
     finally:
         temporary.unlink(missing_ok=True)
 
-
+# %% ../nbs/00c_files.ipynb #c0cwrite
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, all of it or nothing."""
     with replacing(path, "w", encoding="utf-8") as file:

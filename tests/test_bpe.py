@@ -23,6 +23,7 @@ from llm_course.text.bpe import (
     learn_merges,
     room_for_merges,
 )
+from llm_course.text.merging import PairIndex
 from llm_course.text.tokenization import ByteBPETokenizer, between_special_tokens
 from llm_course.text.tokenizer_files import merges_from_tokens
 
@@ -418,6 +419,46 @@ def test_ids_need_not_be_symbols():
 def test_damaged_merges_are_named(merges, message):
     with pytest.raises(ValueError, match=f"{message}.*must join two tokens"):
         merges_from_tokens(vocabulary("ab", "bc", "abc"), merges)
+
+
+def test_merges_of_older_files_are_texts():
+    vocab = vocabulary("ab", "abc")
+    pairs = [("a", "b"), ("ab", "c")]
+    assert merges_from_tokens(vocab, ["a b", "ab c"]) == merges_from_tokens(vocab, pairs)
+
+
+@pytest.mark.parametrize("merge", [None, 3, [None, "a"], []])
+def test_a_merge_of_something_else_is_named(merge):
+    with pytest.raises(ValueError, match="merge 0, .* must join two tokens"):
+        merges_from_tokens(vocabulary() | {"1": 300}, [merge])
+
+
+@pytest.mark.parametrize("i", [-1, 0.5, None, "3", 7])
+def test_ids_are_whole_numbers_of_one_token_each(i):
+    with pytest.raises(ValueError, match="'ab' has the id|and 'ab' have the same id, 7"):
+        merges_from_tokens(vocabulary() | {"ab": i}, [("a", "b")])
+    for vocab in (None, ["ab"], "ab"):
+        with pytest.raises(ValueError, match="the vocabulary is a"):
+            merges_from_tokens(vocab, [])
+
+
+def test_an_index_of_pairs_refuses_what_it_could_not_keep_up_to_date():
+    tokens = [bytes([byte]) for byte in range(256)]
+    for words, message in (
+        ({"ab": 0.5}, "frequency=0.5"),
+        ({"ab": -1, "cd": 2}, "frequency=-1"),
+        ({"aé": 1}, "symbol 233 has no bytes: tokens has only 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PairIndex(words, tokens[:128])
+    index = PairIndex({"ab": 2, "": 1, "c": 1}, tokens)
+    with pytest.raises(ValueError, match="no word contains the pair 'ba'"):
+        index.merge("ba")
+    assert len(index.tokens) == 256  # as it was
+    index.merge(index.most_frequent(2))
+    with pytest.raises(ValueError, match="no word contains the pair 'ab'"):
+        index.merge("ab")
+    assert index.tokens[256:] == [b"ab"] and index.most_frequent(1) is None
 
 
 @pytest.mark.parametrize("missing", ["!", "Ġ", "ab"])

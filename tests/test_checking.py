@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,14 @@ from llm_course.model import masks, sampling
 from llm_course.model.generation import generate
 from llm_course.model.mlp import MLP
 from llm_course.pages import checking
-from llm_course.pages.checking import case, expect, expect_number, forbid, written
+from llm_course.pages.checking import (
+    case,
+    expect,
+    expect_number,
+    expect_plain_number,
+    forbid,
+    written,
+)
 from llm_course.text.bpe import learn_merges
 
 PAGES = Path(checking.__file__).parent
@@ -87,6 +95,21 @@ def test_what_is_no_number_is_named(value, words):
     with pytest.raises(AssertionError, match=f"^{re.escape(words)}$"):
         expect_number(value, "n")
     assert expect_number(torch.ones(1), "n") == expect_number(1, "n") == 1.0
+
+
+def test_a_tensor_is_no_plain_number():
+    for value, words in (
+        (torch.ones(()), "n is a tensor: give a Python number, by .item()"),
+        (
+            torch.ones((), requires_grad=True),
+            "n is a tensor, and with it the graph of its computation: give a Python number",
+        ),
+        (None, "n is a NoneType, expected a number"),
+        (True, "n is a bool, expected a number"),
+    ):
+        with pytest.raises(AssertionError, match=f"^{re.escape(words)}"):
+            expect_plain_number(value, "n")
+    assert expect_plain_number(numpy.float32(1), "n") == expect_plain_number(1, "n") == 1.0
 
 
 def test_a_tensor_is_compared_and_a_slip_named():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llm_course.checks import (
     bounded,
     check_choice,
+    check_columns,
     check_dtype,
     check_fields,
     check_lists,
@@ -301,3 +302,34 @@ def test_a_changing_size_is_compared_under_compile():
 
     for rows in (2, 3, 5):
         assert torch.equal(double(torch.ones(rows, 4)), torch.full((rows, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[1, 0, 2], (True, False, 2.0), np.array([1, 0, 2], np.uint8), torch.tensor([1, 0, 2])],
+)
+def test_columns_of_any_kind_become_floats(column):
+    assert check_columns(marks=column) == ([1.0, 0.0, 2.0],)
+    assert check_columns(a=column, b=[np.float32(0.5), np.True_, 7]) == (
+        [1.0, 0.0, 2.0],
+        [0.5, 1.0, 7.0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (None, "b=None must be a list"),
+        ("abc", "b='abc' must be a list"),
+        (3.0, "b=3.0 must be a list"),
+        ([1, math.nan], r"b\[1\]=nan must be a finite number: drop it"),
+        ([math.inf, 1], r"b\[0\]=inf must be"),
+        ([1, "2"], r"b\[1\]='2' must be"),
+        ([None, 2], r"b\[0\]=None must be"),
+        (np.ones((2, 2)), r"b\[0\]=\[1.0, 1.0\] must be"),
+        ([1], "differ in length: a has 2, b has 1"),
+    ],
+)
+def test_a_bad_column_is_named(column, message):
+    with pytest.raises(ValueError, match=message):
+        check_columns(a=[1, 2], b=column, hint="drop it")

@@ -3,6 +3,7 @@ gloo, so on any machine.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -393,6 +394,13 @@ def test_what_cannot_be_is_refused(tmp_path, parts, message):
                 **parts,
             )
         )
+
+
+@pytest.mark.parametrize("strategy, size", [("fsdp", None), ("fsdp+tp", 2)])
+def test_a_manager_refuses_the_strategy_of_another(strategy, size):
+    config = DistributedConfig(strategy=strategy, world_size=4, model_parallel_size=size)
+    with pytest.raises(ValueError, match=rf"strategy={re.escape(strategy)} is not what a Distr"):
+        DistributedManager(config)
 
 
 def test_without_torchrun_the_manager_says_what_is_missing(monkeypatch):

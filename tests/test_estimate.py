@@ -3,7 +3,6 @@ Hugging Face's sizes.
 """
 
 import os
-import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from llm_course.commands.doctor import check_device
@@ -27,6 +24,7 @@ from llm_course.model.estimate import (
     kv_cache_bytes,
     training_memory,
 )
+from llm_course.pages.memory import MemoryMeter
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 SMALL = dict(
@@ -243,38 +241,6 @@ def test_visible_pairs(T, window):
 
 
 # ---------------------------------------------------------------- memory
-
-
-class MemoryMeter(TorchDispatchMode):
-    """Bytes that operations inside the block have made and that are still alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.known = set()
-        self.live = 0
-        self.peak = 0
-
-    def meet(self, tensors, new):
-        for storage in [
-            t.untyped_storage() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)
-        ]:
-            key = storage._cdata
-            size = storage.nbytes() if new else 0
-            if key not in self.known:
-                self.known.add(key)
-                self.live += size
-                weakref.finalize(storage, self.forget, key, size)
-
-    def forget(self, key, size):
-        self.known.discard(key)
-        self.live -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.meet((args, kwargs), new=False)
-        out = func(*args, **(kwargs or {}))
-        self.meet(out, new=True)
-        self.peak = max(self.peak, self.live)
-        return out
 
 
 def held(config, *, mixed, checkpointing, B=4, T=48):

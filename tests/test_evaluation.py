@@ -16,7 +16,7 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
 from llm_course.pages.storyteller import FOLDER, load_storyteller
-from llm_course.training.contamination import NgramIndex, find_leaks
+from llm_course.training.contamination import NgramIndex, find_leaks, word_ngrams
 from llm_course.training.evaluation import (
     bootstrap,
     calibration_error,
@@ -24,7 +24,14 @@ from llm_course.training.evaluation import (
     questions_needed,
     reliability,
 )
-from llm_course.training.evaluation_tasks import TASKS, MultipleChoice, build_task
+from llm_course.training.evaluation_tasks import (
+    TASKS,
+    Item,
+    MultipleChoice,
+    build_task,
+    needle_items,
+    pick,
+)
 from llm_course.training.harness import as_lm_eval, write_until
 from llm_course.training.scoring import Row, Scorer, group_rows, score_rows
 
@@ -112,6 +119,23 @@ def test_long_texts(scorer):
         scorer.document_scores(["Then", ""])
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row([1, 2, 3], 0), "num_scored=0 must be"),
+        (Row([1, 2, 3], -1), "num_scored=-1 must be"),
+        (Row([1, 2, 3], 3), "row 1 has 3 tokens, and 3 can't be scored"),
+        (Row([], 1), "row 1 has 0 tokens"),
+        (Row([1, 10**6], 1), "token id 1000000 at position 1 is outside"),
+        (Row([1, -1], 1), "token id -1 at position 1"),
+        (Row([1.5, 2], 1), "whole numbers"),
+    ],
+)
+def test_a_row_that_has_no_score_is_refused(scorer, row, message):
+    with pytest.raises(ValueError, match=message):
+        score_rows(scorer.model, [Row([1, 2], 1), row])
+
+
 # ------------------------------------------------------------------------------------- statistics
 
 
@@ -153,12 +177,33 @@ def test_groups_are_drawn_together():
     [
         (([],), "0 values in 0 group"),
         (([1.0],), "needs two groups at least"),
-        (([1.0, 0.0], [1.0]), "one of each for every question"),
+        (([1.0, 0.0], [1.0]), "values has 2, sizes has 1"),
+        (([1.0, 0.0], [1.0, 0.0]), "size=0.0 must be positive"),
+        (([1.0, math.nan],), r"values\[1\]=nan must be"),
+        ((None,), "values=None must be a list"),
+        ((["a", "b"],), r"values\[0\]='a' must be"),
     ],
 )
 def test_refused_values(arguments, message):
     with pytest.raises(ValueError, match=message):
         bootstrap(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"groups": [1]}, "groups has 1 entries for 2 values"),
+        ({"groups": [1, 1]}, "needs two groups at least"),
+        ({"confidence": 1}, "confidence=1 must be"),
+        ({"resamples": 0}, "resamples=0 must be"),
+        ({"seed": None}, "seed=None must be"),
+        ({"seed": -1}, "seed=-1 must be"),
+    ],
+)
+def test_refused_options(options, message):
+    for call in (bootstrap, lambda values, **how: compare(values, values, **how)):
+        with pytest.raises(ValueError, match=message):
+            call([0.0, 1.0], **options)
 
 
 def test_comparison_of_pairs():
@@ -169,8 +214,10 @@ def test_comparison_of_pairs():
     assert found.difference.low > 0 and found.wins == 1
     back = compare(second, first)
     assert back.difference[:3] == pytest.approx([-found.difference[i] for i in (0, 2, 1)], abs=0.01)
-    with pytest.raises(ValueError, match="same questions"):
+    with pytest.raises(ValueError, match="first has 100, second has 99"):
         compare(first, second[1:])
+    for kind in (np.uint8, np.bool_, np.float32):  # 0 - 1 is 255 in bytes, and refused for bools
+        assert compare(np.array(second, kind), np.array(first, kind)) == back
 
 
 def test_questions_needed_by_hand():
@@ -179,6 +226,11 @@ def test_questions_needed_by_hand():
     assert questions_needed(-0.05, 0.15) == 464
     with pytest.raises(ValueError, match="difference=0.2"):
         questions_needed(0.2, 0.15)
+    for difference in (0, math.nan, None, "0.1"):
+        with pytest.raises(ValueError, match="difference="):
+            questions_needed(difference, 0.15)
+    needed = [questions_needed(0.05, 0.15, power=power) for power in (0.001, 0.01, 0.1, 0.5)]
+    assert needed == sorted(needed) and needed[0] == 1  # chance finds that often without any
 
 
 def test_calibration_by_hand():
@@ -188,6 +240,13 @@ def test_calibration_by_hand():
     assert calibration_error(bins) == pytest.approx(expected)
     with pytest.raises(ValueError, match="confidence=1.5"):
         reliability([1.5], [True])
+    with pytest.raises(ValueError, match="correct=7"):
+        reliability([0.5], [7])
+    with pytest.raises(ValueError, match="confidences has 1, correct has 0"):
+        reliability([0.5], [])
+    for empty in ([], [bins[0]._replace(count=0)]):
+        with pytest.raises(ValueError, match="the bins hold no answer"):
+            calibration_error(empty)
 
 
 # ------------------------------------------------------------------------------------------ tasks
@@ -216,7 +275,57 @@ def test_planted_leak():
     stories = build_task("bits_per_byte", num=40).texts
     assert find_leaks(stories[:30], stories[30:]) == []
     assert [leak.index for leak in find_leaks([*stories[:30], stories[33]], stories[30:])] == [3]
-    assert NgramIndex([], n=3).overlap("a b c") == 0 and NgramIndex(["a"]).overlap("...") == 0
+    assert NgramIndex([], n=3).overlap("a b c") == 0
+
+
+def test_a_question_that_could_never_be_found_is_refused():
+    index = NgramIndex(["Then he asked: where is the red ball now? Nobody knew."], n=6)
+    assert index.overlap("Where is the red ball now?") == 1
+    for text in ("Where is the ball?", "...", ""):
+        with pytest.raises(ValueError, match="fewer than n=6 words"):
+            index.overlap(text)
+    with pytest.raises(ValueError, match="'Who is it.' has fewer than n=13 words"):
+        find_leaks([], ["Who is it?"])
+    for n in (0, -1, 1.5, None):
+        with pytest.raises(ValueError, match=f"n={n} must be a whole number"):
+            word_ngrams("a b c", n)
+    for text in (None, b"a b c", 3):
+        with pytest.raises(ValueError, match="text must be a str"):
+            word_ngrams(text, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": 2}, "item 1 has 2 choices, and its answer is number 2"),
+        ({"answer": -1}, "answer=-1 must be"),
+        ({"answer": None}, "answer=None must be"),
+        ({"choices": ()}, "item 1 has 0 choices"),
+        ({"choices": "ab"}, "choices='ab' must be a list"),
+    ],
+)
+def test_an_item_without_a_right_answer_is_refused_before_any_is_scored(change, message):
+    item = Item("Then", (" he", " she"), 0, group=0, kind="who")
+    with pytest.raises(ValueError, match=message):
+        MultipleChoice("mine", [item, item._replace(**change)])
+
+
+def test_metrics_choices_and_distances_are_checked():
+    for metrics, message in ((("acc",), "metric='acc' is unknown"), ((), "metrics is empty")):
+        with pytest.raises(ValueError, match=message):
+            MultipleChoice("mine", [], metrics)
+    assert pick([-math.inf, -2.0]) == (1, 1.0)
+    for log_probs in ([], [math.nan, -1.0], [-1.0, math.nan], [-math.inf], [math.inf, 0.0]):
+        with pytest.raises(ValueError, match="can't be compared"):
+            pick(log_probs)
+    for options, message in (
+        ({"num": 0}, "num=0 must be"),
+        ({"distances": ()}, "distances is empty"),
+        ({"distances": (-5,)}, "distance=-5 must be"),
+        ({"distances": 50}, "distances=50 must be a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            needle_items("easy", **{"num": 1, "seed": 0} | options)
 
 
 # ---------------------------------------------------------------------------------------- command
@@ -241,6 +350,33 @@ def test_command_writes_and_compares(tmp_path, capsys, monkeypatch):
     assert "only a run has validation data" in capsys.readouterr().err
     assert main(["evaluate", "--model", str(FOLDER), "--tasks", "pairs"]) != 0
     assert "say where to write, --output FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tasks pairs,nothing", "tasks='nothing' is unknown"),
+        ("--tasks pairs --output no/such/a.json", "name a file in a folder that exists"),
+        ("--tasks pairs --output .", "name a file in a folder that exists"),
+        ("--tasks pairs --compare other.txt", "other.txt: it is no evaluation.json: Expecting"),
+        ("--tasks pairs --compare list.json", "list.json: it is no evaluation.json: it has no"),
+        ("--tasks pairs --compare same.json --seed 5", "only the same questions"),
+        ("--tasks all --compare same.json", "it has no task 'bits_per_byte', only ['pairs']"),
+        ("--tasks pairs,all --compare same.json", "it has no task 'bits_per_byte'"),
+    ],
+)
+def test_what_can_not_be_written_or_compared_is_refused_first(
+    tmp_path, capsys, monkeypatch, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Scorer, "log_likelihoods", None)  # nothing is measured
+    (tmp_path / "other.txt").write_text("pairs")
+    (tmp_path / "list.json").write_text("[]")
+    same = {"questions": 200, "level": "easy", "seed": 2121, "tasks": {"pairs": {}}}
+    (tmp_path / "same.json").write_text(json.dumps(same))
+    output = "" if "--output" in words else " --output a.json"
+    assert main(["evaluate", "--model", str(FOLDER), *(words + output).split()]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_gets_its_report(tmp_path, capsys, monkeypatch):

@@ -1,16 +1,18 @@
 """muP: the coordinate check, the base width, and what it refuses."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from llm_course.model.config import ModelConfig
 from llm_course.pages.scaling import coordinate_check, coordinate_config, few_steps
 from llm_course.training.config import Config, LoggingConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.folder import load_run
-from llm_course.training.mup import MuPTask, hidden_matrices
+from llm_course.training.mup import MuPTask, hidden_matrices, scale_rates
 from llm_course.training.named import find_task
 from llm_course.training.run import train_worker
 from llm_course.training.task import LanguageModelingTask
@@ -90,6 +92,25 @@ def test_what_it_has_no_rule_for_is_refused(change):
     task = MuPTask(replace(config, model=replace(config.model, **change)))
     with pytest.raises(ValueError, match="muP has no rule"):
         task.build_model(DATA)
+
+
+@pytest.mark.parametrize("factor", [0, -0.5, math.nan, math.inf, None, "2"])
+def test_a_factor_that_is_no_scale_is_refused(factor):
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5)
+    with pytest.raises(ValueError, match="factor=.* must be positive and finite"):
+        scale_rates(optimizer, [layer.weight], factor)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+
+def test_the_matrices_must_be_those_of_the_optimizer():
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.Rprop(layer.parameters(), lr=0.5)  # it has no weight decay
+    with pytest.raises(ValueError, match=r"doesn't have 1 of the matrices, one of shape \(2, 3\)"):
+        scale_rates(optimizer, [layer.weight, nn.Linear(3, 2).weight], 0.25)
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    scale_rates(optimizer, [layer.weight, frozen.weight], 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.125]
 
 
 def test_a_run_in_mup_is_resumed_and_loaded(tmp_path):

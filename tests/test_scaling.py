@@ -71,6 +71,45 @@ def test_what_cannot_be_fitted_is_refused():
         fit_law(N, D, np.where(N == N[0], np.nan, losses))
     with pytest.raises(ValueError, match="the losses don't fall"):
         fit_law(N, D, N / 1e4, floor=5e3)
+    for floor in (math.nan, -1.0, "0"):
+        with pytest.raises(ValueError, match="floor=.* must be finite and not negative"):
+            fit_law(N, D, losses, floor=floor)
+    with pytest.raises(ValueError, match="losses has 17"):
+        fit_law(N, D, losses[:-1])
+    with pytest.raises(ValueError, match="must be positive"):
+        fit_law(N, D, np.where(N == N[0], 0.0, losses))
+    with pytest.raises(ValueError, match="all runs have the same N"):
+        fit_law(np.full_like(N, N[0]), D, losses)
+
+
+@pytest.mark.parametrize("size", [0, -5.0, math.nan, None, "many", [1e5, 0.0], np.array([-1, 2])])
+def test_a_law_is_asked_about_positive_sizes(size):
+    with pytest.raises(ValueError, match="must be positive"):
+        PLANTED.loss(size, 1e6)
+    with pytest.raises(ValueError, match="must be positive"):
+        PLANTED.loss(1e6, size)
+
+
+def test_a_law_takes_lists_and_whole_numbers():
+    expected = PLANTED.loss(np.array([1e4, 2e4]), 1e6)
+    assert (PLANTED.loss([10_000, 20_000], 10**6) == expected).all()
+
+
+@pytest.mark.parametrize("name", ["A", "a", "B", "b"])
+def test_no_best_size_where_one_term_is_missing(name):
+    with pytest.raises(ValueError, match=f"{name}=0.0 must be positive.*doesn't matter"):
+        PLANTED._replace(**{name: 0.0}).best_size(1e10)
+
+
+def test_too_few_runs_to_draw_from_are_refused_at_once():
+    losses = PLANTED.loss(N, D)
+    for floor in (None, 0.1):
+        with pytest.raises(ValueError, match="5 runs: give at least 6"):
+            bootstrap_laws(N[:5], D[:5], losses[:5], floor=floor)
+    with pytest.raises(ValueError, match="values is empty"):
+        interval([])
+    with pytest.raises(ValueError, match=r"values\[1\]=nan"):
+        interval([1.0, math.nan])
 
 
 def test_the_best_size_is_where_no_other_is_better():
@@ -100,8 +139,15 @@ def test_a_parabola_over_the_logarithm_has_its_minimum_found():
     assert (size, loss) == (pytest.approx(7e4), pytest.approx(1.2))
     with pytest.raises(ValueError, match="at least three"):
         slice_minimum(sizes[:2], losses[:2])
-    with pytest.raises(ValueError, match="no minimum"):
-        slice_minimum(sizes, -losses)
+    for curve in (-losses, 3 - np.log(sizes), np.ones(5)):  # a peak, a straight line, a flat one
+        with pytest.raises(ValueError, match="no minimum"):
+            slice_minimum(sizes, curve)
+    with pytest.raises(ValueError, match="2 sizes: a parabola"):
+        slice_minimum([1e4, 1e4, 1e5, 1e5], losses[:4])
+    with pytest.raises(ValueError, match="must be positive"):
+        slice_minimum(sizes - sizes[0], losses)
+    with pytest.raises(ValueError, match="differ in length"):
+        slice_minimum(sizes, losses[1:])
 
 
 # ------------------------------------------------------------------------------ the floor

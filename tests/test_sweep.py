@@ -12,10 +12,9 @@ import pytest
 
 from llm_course.cli import main
 from llm_course.training.callbacks import read_metrics
-from llm_course.training.sources import read_config
+from llm_course.training.sources import flatten, read_config
 from llm_course.training.sweep import (
     as_options,
-    flatten,
     point_name,
     read_results,
     read_sweep,
@@ -108,6 +107,19 @@ def test_a_name_fits_into_a_folder_and_tells_keys_apart():
         ("base: {config: none.yaml}\n", "there is no such file"),
         ("base: {task: lm\n", "sweep.yaml"),
         ("base: {task: lm, task: lm}\n", "is set in line 1 and again in line 1"),
+        ("base: {training: {seed: 1}, training.seed: 2}\n", "'training.seed' is set twice"),
+        (
+            "points: [{training.seed: 1}]\ngrid: {training.seed: [2]}\n",
+            "training.seed is in points and in grid",
+        ),
+        ("base: {run-dir: a}\n", "run-dir is chosen by the sweep"),
+        ("base: {resume: true}\n", "resume is what a sweep does anyway"),
+        ("base: {help: true}\n", "help is not a setting"),
+        ("base: {config: [a.yaml, b.yaml]}\n", "must be the path of one file"),
+        ("base: {task: 2020-01-01}\n", "is a date in YAML: put it in quotes"),
+        ("base: &a {task: *a}\n", "nested too deeply"),
+        (f"base: {{training: {{seed: 1{400 * '0'}}}}}\n", "too large"),
+        (f"grid: {{data.files: [[{300 * 'a'}]]}}\n", "and 255 is the most"),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_is_trained(tmp_path, text, words):
@@ -116,6 +128,22 @@ def test_a_bad_file_is_refused_before_anything_is_trained(tmp_path, text, words)
         read_sweep(file, tmp_path / "runs")
     assert str(refusal.value).startswith(str(file)) and words in str(refusal.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_config_names_lies_beside_the_sweep_in_every_part(tmp_path):
+    for name, steps in (("short.yaml", 3), ("long.yaml", 9)):
+        (tmp_path / name).write_text(f"training: {{max_steps: {steps}}}\n")
+    for text in ("grid: {config: [short.yaml, long.yaml]}\n", "points: [{config: short.yaml}]\n"):
+        points = read_sweep(write(tmp_path, text), tmp_path / "runs")
+        assert [point.config.training.max_steps for point in points] == [3, 9][: len(points)]
+        assert points[0].name == "config=short.yaml"
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"loss": 1.0}', ""])
+def test_a_spoilt_line_of_results_is_named(tmp_path, line):
+    (tmp_path / "results.jsonl").write_text(f'{{"name": "a"}}\n{line}\n')
+    with pytest.raises(ValueError, match="results.jsonl: line 2 is not the row of a run"):
+        read_results(tmp_path)
 
 
 def test_a_missing_file_is_an_error_at_the_terminal(tmp_path, capsys):

@@ -281,6 +281,43 @@ def test_impossible_optimizers_are_refused():
         Muon([dict(params=[nn.Parameter(torch.ones(3))], muon=True)])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0 must be"),
+        ({"lr": math.nan}, "lr=nan must be"),
+        ({"betas": None}, "betas=None must be two numbers"),
+        ({"betas": (0.9, 0.9, 0.9)}, "must be two numbers"),
+        ({"betas": (0.9, 1.0)}, "beta2=1.0 must be"),
+        ({"momentum": 1.0}, "momentum=1.0 must be"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be"),
+        ({"muon": "no"}, "muon='no' must be True or False"),
+    ],
+)
+def test_the_settings_of_a_muon_group_are_checked_like_the_defaults(settings, message):
+    W = nn.Parameter(torch.eye(3))
+    with pytest.raises(ValueError, match=message):
+        Muon([dict(params=[W], **settings)])
+    optimizer = Muon([dict(params=[nn.Parameter(torch.eye(2))], muon=True)])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(dict(params=[W], **settings))
+    assert len(optimizer.param_groups) == 1  # as it was
+
+
+@pytest.mark.parametrize(
+    "groups", [[nn.Parameter(torch.eye(3))], nn.Linear(2, 2).parameters(), [{}]]
+)
+def test_muon_does_not_leave_parameters_without_groups_to_adamw(groups):
+    with pytest.raises(ValueError, match="groups must be parameter groups"):
+        Muon(groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, None, "float32"])
+def test_newton_schulz_needs_a_type_with_fractions(dtype):
+    with pytest.raises(ValueError, match="dtype=.* must be a floating-point type"):
+        newton_schulz(torch.eye(3), dtype=dtype)
+
+
 # ---------------------------------------------------------------- Newton-Schulz
 
 

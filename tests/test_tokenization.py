@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from llm_course.text.bpe import BYTE_CHARACTERS, GPT2_PATTERN
 from llm_course.text.merging import WordCache
+from llm_course.text.streaming import any_of, settled_parts
 from llm_course.text.tokenization import (
     CHAT_TOKENS,
     SPECIAL_TOKENS,
@@ -156,6 +157,22 @@ def test_a_special_token_that_begins_another_is_not_taken_too_early(allow_specia
         expected = tokenizer.encode(text, allow_special=allow_special)
         assert list(tokenizer.encode_iterable(text, allow_special=allow_special)) == expected
     assert tokenizer.encode("<a>") == [1] and tokenizer.encode("<a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (None, "names=None must be a list"),
+        ("<a>", "names='<a>' must be a list"),
+        (["<a>", ""], "names has an empty one"),
+        ([1], "must be a str, not int"),
+    ],
+)
+def test_names_that_no_text_can_hold_are_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        any_of(names)
+    with pytest.raises(ValueError, match=message):
+        next(settled_parts(["a"], list, names))
 
 
 @EACH

@@ -2,8 +2,10 @@
 name the value and the rule.
 """
 
+import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,9 @@ from llm_course.training.muon import Muon, newton_schulz
 from llm_course.training.named import find_task
 from llm_course.training.optim import learning_rate_factor
 from llm_course.training.precision import MixedPrecision
+from llm_course.training.reports import draw_lines
 from llm_course.training.runtime import seed_everything
+from llm_course.training.speed import peak_memory_bytes
 from llm_course.training.state import TrainState
 from llm_course.training.task import LinearDataModule, RegressionTask
 from llm_course.training.window import group_micro_batches
@@ -109,6 +113,15 @@ REFUSED = {
     "processes of None": (lambda: launch(print, None), "world_size=None must be a whole number"),
     "port -5": (lambda: launch(print, 1, master_port=-5), "master_port=-5: bind"),
     "a port too high": (lambda: launch(print, 1, master_port=10**6), "master_port=1000000: bind"),
+    "a port in words": (lambda: launch(print, 1, master_port="29500"), "master_port=29500: 'str'"),
+    "no address": (
+        lambda: launch(print, 1, master_addr=""),
+        "master_addr=, .*the address is empty",
+    ),
+    "the address None": (lambda: launch(print, 1, master_addr=None), "master_addr=None"),
+    "no function": (lambda: launch(None, 1), "function=None can't be called"),
+    "a local function": (lambda: launch(lambda: 1, 1), "so define it in a module"),
+    "a lock": (lambda: launch(print, 1, threading.Lock()), "arguments must be picklable"),
     "a relative task": (lambda: find_task("..a:B"), "task='..a:B' cannot be loaded"),
     "a run of no name": (lambda: load_state("nowhere"), "nowhere holds no latest checkpoint"),
     "the newest": (lambda: load_run("nowhere", which="newest"), "which='newest' is unknown"),
@@ -156,7 +169,30 @@ def test_a_state_that_is_none_is_refused_before_anything_is_written(state, step,
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", "{}", "null"])
+def test_a_row_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    path = Path(tmp_path, "metrics.jsonl")
+    row = {"step": 1, "sample": "one\u2028two\x85three"}
+    path.write_text(json.dumps(row, ensure_ascii=False) + '\n{"step": 2', encoding="utf-8")
+    assert read_metrics(path) == [row]
+
+
+def test_a_picture_that_can_not_be_drawn_leaves_the_old_one(tmp_path):
+    path = Path(tmp_path, "metrics.jsonl")
+    path.write_text('{"step": 1, "loss": 2.0}\n')
+    plot_losses(path, tmp_path / "loss.png")
+    before = (tmp_path / "loss.png").read_bytes()
+    assert before.startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="same first dimension"):
+        draw_lines(tmp_path / "loss.png", ([1, 2], [1], {}))
+    assert (tmp_path / "loss.png").read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["loss.png", "metrics.jsonl"]
+
+
+def test_the_peak_of_a_device_by_its_name():
+    assert peak_memory_bytes("cpu") == pytest.approx(peak_memory_bytes(CPU), rel=0.5)
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", "{}", "null", "[" * 100_000])
 def test_a_broken_row_is_named_by_its_line(line, tmp_path):
     path = Path(tmp_path, "metrics.jsonl")
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{line}\n{{"step": 2, "loss": 1.0}}\n')

@@ -76,7 +76,8 @@ def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course evaluate`: without --tasks the validation loss of a run, as in chapter 19.
 
     With --tasks it prints a table with 95% intervals and writes `evaluation.json`. Returns the exit
-    status. ValueError for an unknown task, and where there is no model to measure.
+    status. ValueError for an unknown task, where there is no model to measure, and for an --output
+    or a --compare that can't be used, all before anything is measured.
     """
     options = _parser().parse_args(argv)
     if options.tasks is None:
@@ -86,14 +87,15 @@ def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
                 f" of {','.join(TASKS)}"
             )
         return evaluate_command(["--run", options.run, "--checkpoint", options.checkpoint])
-    names = [*TASKS] if options.tasks == "all" else options.tasks.split(",")
-    for name in names:
+    asked = options.tasks.split(",")
+    for name in asked:
         check_choice([*TASKS, "all"], tasks=name)
+    names = [*TASKS] if "all" in asked else asked
     check_sizes(10, questions=options.questions)
-    other = None if options.compare is None else json.loads(Path(options.compare).read_text())
+    settings = {key: getattr(options, key) for key in ("questions", "level", "seed")}
+    other = None if options.compare is None else _read_other(options.compare, names, settings)
     model, tokenizer, place = open_model(options)
     output = _output(options, place)
-    settings = {key: getattr(options, key) for key in ("questions", "level", "seed")}
     report: dict[str, Any] = {"model": str(place), **settings, "tasks": {}}
     scorer = Scorer(model, tokenizer)
     for name in names:
@@ -102,32 +104,45 @@ def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
         print("\n".join(_table(name, result)))
         report["tasks"][name] = result_as_json(result)
         if other is not None:
-            print(_compared(name, report, other))
+            print(_compared(report["tasks"][name], other["tasks"][name]))
     write_text(output, json.dumps(report, indent=1) + "\n")
     print(f"written to {output}")
     return 0
 
 # %% ../../nbs/21e_evaluate_tasks.ipynb #b21eout
 def _output(options: argparse.Namespace, place: Path) -> Path:
-    """Where the report goes; ValueError where a model that is no run has no folder for it."""
+    """Where the report goes; ValueError where there is no folder for it."""
     if options.output is not None:
-        return Path(options.output)
+        output = Path(options.output)
+        if not output.parent.is_dir() or output.is_dir():
+            raise ValueError(f"--output {output}: name a file in a folder that exists")
+        return output
     if not (place / "config.yaml").is_file():
         raise ValueError(f"{place} is not the folder of a run: say where to write, --output FILE")
     return place / "evaluation.json"
 
 
-def _compared(name: str, report: dict[str, Any], other: dict[str, Any]) -> str:
-    """One line about both models; ValueError where the questions are not the same."""
-    for key in ("questions", "level", "seed"):
-        if report[key] != other.get(key):
+def _read_other(file: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
+    """The report to compare with; ValueError where its questions are not the same."""
+    try:
+        other = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--compare {file}: it is no evaluation.json: {error}") from None
+    if not isinstance(other, dict) or not isinstance(other.get("tasks"), dict):
+        raise ValueError(f"--compare {file}: it is no evaluation.json: it has no tasks")
+    for key, here in settings.items():
+        if here != other.get(key):
             raise ValueError(
-                f"--compare: {key}={other.get(key)!r} there and {report[key]!r} here: only the same"
+                f"--compare: {key}={other.get(key)!r} there and {here!r} here: only the same"
                 " questions can be compared"
             )
-    if name not in other["tasks"]:
-        raise ValueError(f"--compare: it has no task {name!r}, only {[*other['tasks']]}")
-    here = report["tasks"][name]
-    there = other["tasks"][name]
+    for name in names:
+        if name not in other["tasks"]:
+            raise ValueError(f"--compare: it has no task {name!r}, only {[*other['tasks']]}")
+    return other
+
+
+def _compared(here: dict[str, Any], there: dict[str, Any]) -> str:
+    """One line about both models' answers to a task."""
     found = compare(there["scores"], here["scores"], groups=here["groups"])
     return f"{'':17}more than the other {found.difference}, in {found.wins:.0%} of resamples"

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'build_embedding', 'build_rotary',
-           'build_sliding_rotary', 'block_context', 'run_blocks', 'DecoderOutput', 'check_inputs', 'router_totals',
-           'scaled_stream', 'head_logits', 'head_loss', 'update_router_biases', 'DecoderModel']
+           'build_sliding_rotary', 'BlockContext', 'block_context', 'context_of', 'run_blocks', 'DecoderOutput',
+           'check_inputs', 'router_totals', 'scaled_stream', 'head_logits', 'head_loss', 'update_router_biases',
+           'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -132,6 +133,15 @@ def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
         return None
     return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
 
+# %% ../../nbs/09c_decoder.ipynb #c9blocks
+class BlockContext(NamedTuple):
+    """What the blocks need besides the stream: the mask and the rotary angles, as far as given."""
+
+    mask: Tensor | None
+    angles: tuple[Tensor, Tensor] | None
+    # those of the layers with a window, where they are others
+    sliding_angles: tuple[Tensor, Tensor] | None
+
 
 def block_context(
     rotary: RotaryEmbedding | None,
@@ -139,23 +149,29 @@ def block_context(
     position_ids: Tensor,
     attention_mask: Tensor | None,
     document_ids: Tensor | None,
-) -> dict[str, Any]:
-    """The arguments that all blocks share besides the stream: the mask and the rotary angles."""
+) -> BlockContext:
+    """The mask of padding and documents, and the angles of these positions."""
     mask = None if attention_mask is None else padding_mask(attention_mask)
     if document_ids is not None:
         same_document = document_mask(document_ids)
         mask = same_document if mask is None else mask & same_document
     angles = None if rotary is None else rotary(position_ids)
-    context = dict(mask=mask, position_embeddings=angles)
-    if sliding_rotary is not None:
-        context["sliding_position_embeddings"] = sliding_rotary(position_ids)
-    return context
+    sliding_angles = None if sliding_rotary is None else sliding_rotary(position_ids)
+    return BlockContext(mask, angles, sliding_angles)
+
+
+def context_of(layer: Any, context: BlockContext) -> dict[str, Any]:
+    """The keyword arguments of one layer: its mask, and its angles."""
+    angles = context.angles
+    if context.sliding_angles is not None and layer.self_attn.sliding_window:
+        angles = context.sliding_angles
+    return dict(mask=context.mask, position_embeddings=angles)
 
 
 def run_blocks(
     layers: nn.ModuleList,
     x: Tensor,
-    context: dict[str, Any],
+    context: BlockContext,
     *,
     cache: KeyValueCache | None,
     recompute: bool,
@@ -171,9 +187,9 @@ def run_blocks(
         if states is not None:
             states.append(x)
         if recompute:
-            x, routed = checkpoint(layer, x, use_reentrant=False, **context)
+            x, routed = checkpoint(layer, x, use_reentrant=False, **context_of(layer, context))
         else:
-            x, routed = layer(x, cache=cache, **context)
+            x, routed = layer(x, cache=cache, **context_of(layer, context))
         if routed is not None:
             stats.append(routed)
     return x, stats
@@ -312,11 +328,12 @@ def _further_loss(
     x: Tensor,
     rows: list[tuple[Tensor, Tensor]],
     position_ids: Tensor,
-    context: dict[str, Any],
+    context: BlockContext,
 ) -> Tensor:
     """The weighted loss of the tokens further ahead, summed over the targets."""
     embed = partial(model.embedding, position_ids=position_ids)
-    further = further_loss(model.mtp, x, rows, embed, model._loss, **context)
+    last = context_of(model.layers[-1], context)  # the further blocks are like the last
+    further = further_loss(model.mtp, x, rows, embed, model._loss, **last)
     return model.config.mtp_loss_coef / len(model.mtp) * further
 
 # %% ../../nbs/09c_decoder.ipynb #91f39fc7

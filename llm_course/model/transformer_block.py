@@ -6,6 +6,7 @@
 __all__ = ['build_norm', 'build_attention', 'build_mlp', 'TransformerBlock']
 
 # %% ../../nbs/08b_transformer_block.ipynb #d430e5e4
+import torch
 from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention
@@ -81,10 +82,9 @@ class TransformerBlock(nn.Module):
 
     `forward(x, *, position_embeddings=None, mask=None, cache=None)` maps (B, T, C) to (B, T, C),
     and returns it with the `RouterStats` of the experts, or None for a dense block; arguments and
-    errors are those of `MultiHeadAttention`. A layer with a window takes
-    `sliding_position_embeddings` instead, where they are given. Source: Vaswani et al. 2017,
-    section 3.1 (post); Xiong et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2
-    report 2025, section 3 (output).
+    errors are those of `MultiHeadAttention`. Source: Vaswani et al. 2017, section 3.1 (post);
+    Xiong et al. 2020, figure 1b (pre); Gemma 2 report 2024 (sandwich); OLMo 2 report 2025,
+    section 3 (output).
     """
 
     def __init__(self, config: ModelConfig, layer_index: int = 0):
@@ -109,12 +109,9 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         *,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        sliding_position_embeddings: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
-        if sliding_position_embeddings and self.self_attn.sliding_window:
-            position_embeddings = sliding_position_embeddings
         z = self.input_layernorm(x)
         y = self.self_attn(z, position_embeddings=position_embeddings, mask=mask, cache=cache)
         x = self.add_to_stream(x, y, self.attention_output_norm)
@@ -126,10 +123,10 @@ class TransformerBlock(nn.Module):
 
     def add_to_stream(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """Add the sublayer's output `y` to the residual stream `x`."""
+        m = self.residual_multiplier
         if self.norm_position == "post":
-            # x + residual_multiplier * y, in one pass over memory
-            return norm(x.add(y, alpha=self.residual_multiplier))
-        return x.add(norm(y), alpha=self.residual_multiplier)  # for "pre", norm is the identity
+            return norm(torch.add(x, y, alpha=m))  # x + m * y, in one pass over memory
+        return torch.add(x, norm(y), alpha=m)
 
     def extra_repr(self) -> str:
         return f"norm_position={self.norm_position}, residual_multiplier={self.residual_multiplier}"

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
 
@@ -46,6 +46,12 @@ def count_parts(config: ModelConfig) -> dict[str, int]:
     return counts
 
 
+def differences(config: ModelConfig) -> dict[str, Any]:
+    """The values of `config` that are not the default, as plain values."""
+    values = asdict(config)
+    return {f.name: values[f.name] for f in fields(config) if values[f.name] != f.default}
+
+
 def draw_sizes() -> None:
     """The share of each part in the presets, with their totals."""
     fig, ax = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
@@ -59,7 +65,7 @@ def draw_sizes() -> None:
         ax.text(1.02, row, f"{total / 1e9:.2f} billion", va="center", fontsize=9)
     ax.set_yticks(range(len(PRESETS)), list(PRESETS))
     ax.invert_yaxis()
-    ax.set(xlabel="share of the parameters", xlim=(0, 1.25))
+    ax.set(xlabel="share of the parameters", xlim=(0, 1.25), xticks=[0, 0.25, 0.5, 0.75, 1])
     handles = ax.get_legend_handles_labels()[0][: len(PARTS)]
     fig.legend(handles, list(PARTS), loc="outside lower center", ncol=3, fontsize=8)
     ax.set_title("Where the parameters of four published models are", fontsize=11)
@@ -364,7 +370,7 @@ def show_lens(probabilities: Tensor, ids: Tensor, *, first: int, count: int) -> 
                 text(token),
                 ha="center",
                 va="center",
-                fontsize=8,
+                fontsize=8 if len(text(token)) < 8 else 7,
                 color="black",
                 weight=weight,
             )
@@ -373,7 +379,8 @@ def show_lens(probabilities: Tensor, ids: Tensor, *, first: int, count: int) -> 
     ax.set_yticks(range(len(best)), ["embedding", *(f"block {i}" for i in range(len(best) - 1))])
     ax.set_xlabel("the token that has just been read")
     ax.set_title("Its guess of the next token, read after each block (bold: right)", fontsize=10)
-    fig.colorbar(image, ax=ax, label="probability", ticks=[0, 0.5, 1])
+    bar = fig.colorbar(image, ax=ax, label="probability", ticks=[0, 0.5, 1])
+    bar.ax.set_ylim(0, 1)  # the colours go on to 1.3, so that black letters can be read on all
     plt.show()
 
 

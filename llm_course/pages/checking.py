@@ -88,6 +88,14 @@ def expect_number(value: Any, name: str) -> float:
         raise AssertionError(f"{name} is {kind}, expected a number{hint}") from None
 
 
+def expect_plain_number(value: Any, name: str) -> float:
+    """A number of Python's or NumPy's: a tensor would keep its device, and perhaps its graph."""
+    if isinstance(value, Tensor):
+        graph = ", and with it the graph of its computation" if value.requires_grad else ""
+        raise AssertionError(f"{name} is a tensor{graph}: give a Python number, by .item()")
+    return expect_number(value, name)
+
+
 def expect_kind(actual: Any, expected: Tensor) -> None:
     """Compare type, shape and dtype."""
     assert isinstance(actual, Tensor), (

@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llm_course.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from llm_course.model.attention_weights import attention_weights
 from llm_course.model.masks import causal_mask
-from llm_course.pages.checking import Answers, case, expect, forbid, written
+from llm_course.pages.checking import (
+    Answers,
+    case,
+    expect,
+    expect_kind,
+    forbid,
+    same,
+    written,
+)
 
 Attend = Callable[..., Tensor]
 Bytes = Callable[..., int]
@@ -49,16 +57,34 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def kept_numbers(thing: Any) -> int:
-    """How many numbers the tensors inside an object hold."""
+def kept_tensors(thing: Any) -> list[Tensor]:
+    """The tensors inside an object: in its attributes, dictionaries, lists and tuples."""
     if isinstance(thing, Tensor):
-        return thing.numel()
+        return [thing]
     parts: list[Any] = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
     if isinstance(thing, dict):
         parts += thing.values()
     elif isinstance(thing, list | tuple | set | deque):
         parts += thing
-    return sum(map(kept_numbers, parts))
+    return [tensor for part in parts for tensor in kept_tensors(part)]
+
+
+def kept_numbers(thing: Any) -> int:
+    """How many numbers the tensors inside an object hold."""
+    return sum(tensor.numel() for tensor in kept_tensors(thing))
+
+
+def kept_memory(thing: Any) -> int:
+    """How many numbers the memory behind these tensors has room for: a slice keeps all of the
+    tensor that it was cut from.
+    """
+    tensors = kept_tensors(thing)
+    rooms = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size()
+        for t in tensors
+        if t.numel()
+    }
+    return sum(rooms.values())
 
 
 # -------------------------------------------------------------------------------- task 1
@@ -296,7 +322,11 @@ def check_grouped(grouped_query_attention: Attend) -> None:
     """Task 3: numbers, shared heads, the mask, no loop, and no copies."""
     yours = alone(grouped_query_attention)
     _check_heads(yours)
-    _check_frugal(yours)
+    _check_mask_with_batch(yours)
+    _check_views(yours)
+    _check_large_scores(yours)
+    _check_no_loop(yours)
+    _check_no_copy(yours)
 
 
 def _check_heads(yours: Attend) -> None:
@@ -348,18 +378,82 @@ def _check_heads(yours: Attend) -> None:
         )
 
 
-def _check_frugal(yours: Attend) -> None:
-    """Neither a loop over heads nor a copy for each of them."""
+def _check_mask_with_batch(yours: Attend) -> None:
+    """Each text of the batch has its own mask."""
+    with case("Task 3, a mask (B, 1, T, S)"):
+        q, k, v = inputs(2, 4, 2, 3, 5, 8)
+        mask = torch.stack((causal_mask(3, 5), torch.arange(5).expand(3, 5) > 0))[:, None]
+        y = yours(q, k, v, mask=mask)
+        message = (
+            "mask scores of the shape (B, H, T, S), so that a mask of any such shape broadcasts"
+        )
+        expect_kind(y, q)
+        assert same(y[:1], oracle(q, k, v, mask)[:1]), f"text 0 is wrong: {message}"
+        assert same(y, oracle(q, k, v, mask)), (
+            f"text 0 is right, but text 1, which has another mask, is wrong: {message}"
+        )
+
+
+def _check_views(yours: Attend) -> None:
+    """Queries, keys and values as projections give them, with heads and positions transposed."""
+    with case("Task 3, inputs that are transposed views"):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(2, 4, 2, 3, 5, 8))
+        try:
+            y = yours(q, k, v)
+        except RuntimeError as error:
+            assert "view" not in str(error), (
+                "q, k and v are transposed views, and .view needs numbers that lie side by side in"
+                " memory: use .reshape, which copies where it must"
+            )
+            raise
+        expect(y, oracle(q, k, v), "a view that is not contiguous gives other numbers")
+
+
+def _check_large_scores(yours: Attend) -> None:
+    """Scores of -500 to -100: neither an overflow nor a hidden score that is too large."""
+    with case("Task 3, large scores"):
+        q, k, v = inputs(2, 4, 2, 5, 5, 8)
+        mask = causal_mask(5)
+        # every score is far below zero
+        q, k = 24 * q.abs(), -24 * k.abs()
+        other = v.clone()
+        other[:, :, -1] += 1  # only the last query may see this
+        first = yours(q, k, v, mask=mask)
+        second = yours(q, k, other, mask=mask)
+        assert not first.isnan().any(), (
+            "with large scores some numbers are NaN: a softmax by hand must subtract each row's"
+            " maximum before the exponential"
+        )
+        assert torch.equal(first[:, :, :-1], second[:, :, :-1]), (
+            "with large scores a query reads the future: a hidden score must be -inf, not only a"
+            " large negative number"
+        )
+        assert torch.allclose(first, oracle(q, k, v, mask), atol=1e-2), (
+            "with large scores the result differs from PyTorch's: are scores or weights cut off"
+            " somewhere?"
+        )
+
+
+def _check_no_loop(yours: Attend) -> None:
+    """More heads, more groups and larger groups run the same operations."""
     with case("Task 3, no loop"), torch.no_grad():
         counts = []
-        for H, K in ((4, 2), (32, 16)):
+        for H, K in ((4, 2), (8, 2), (32, 16)):
             with Watch() as watch:
                 yours(*inputs(2, H, K, 3, 5, 8))
             counts.append(watch.operations)
-        assert counts[0] == counts[1], (
-            f"{counts[0]} operations for 4 heads but {counts[1]} for 32: is there a loop over"
+        assert counts[0] == counts[2], (
+            f"{counts[0]} operations for 4 heads but {counts[2]} for 32: is there a loop over"
             " heads?"
         )
+        assert counts[0] == counts[1], (
+            f"{counts[0]} operations when 2 query heads share a key head but {counts[1]} when 4"
+            " do: is there a loop over the heads of a group?"
+        )
+
+
+def _check_no_copy(yours: Attend) -> None:
+    """No tensor as large as a key for each query head."""
     with case("Task 3, memory"), torch.no_grad():
         with Watch() as watch:
             q, k, v = inputs(1, 8, 2, 1, 256, 32)
@@ -376,12 +470,32 @@ def _check_frugal(yours: Attend) -> None:
 # -------------------------------------------------------------------------------- task 4
 
 
+ONLY_ITSELF = (
+    "the last query reads nothing but its own key, though all tokens come before it: is the mask"
+    " the wrong way round?"
+)
+
+
+def _check_names(layer: Any) -> None:
+    names = [n for n in ("q_proj", "k_proj", "v_proj", "o_proj") if not hasattr(layer, n)]
+    assert not names, f"the layer has no {', '.join(names)}: keep the names of the sub-modules"
+
+
+def outputs_of(layer: Any, x: Tensor) -> Tensor:
+    """What the layer returns, checked to be of the shape of `x`, without ready-made attention."""
+    with forbid(*READY_MADE):
+        y = layer(x)
+    expect_kind(y, x)
+    return y
+
+
 def probe(layer_class: Any, num_heads: int, equal_scores: bool = False) -> Any:
     """A layer of 8 channels that hands its values straight through, and with one-hot tokens shows
     its weights.
     """
     torch.manual_seed(0)
     layer = layer_class(8, num_heads)
+    _check_names(layer)
     layer.q_proj.weight.data *= 0 if equal_scores else 10
     for projection in (layer.v_proj, layer.o_proj):
         projection.weight.data = torch.eye(8)
@@ -392,13 +506,10 @@ def check_merge(answers: Answers) -> None:
     """Task 4: the heads of a token end up side by side."""
     with case("Task 4, the heads"), torch.no_grad():
         [layer_class] = written(answers, "MendedAttention")
-        with forbid(*READY_MADE):
-            last = probe(layer_class, 2, equal_scores=True)(torch.arange(1.0, 9).expand(1, 8, 8))[
-                0, -1
-            ]
-            x = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(1))
-            mean = probe(layer_class, 2, equal_scores=True)(x)[0, -1]
-        assert last.shape == (8,), f"an output has the shape {tuple(last.shape)}, expected (8,)"
+        layer = probe(layer_class, 2, equal_scores=True)
+        last = outputs_of(layer, torch.arange(1.0, 9).expand(1, 8, 8))[0, -1]
+        x = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(1))
+        mean = outputs_of(layer, x)[0, -1]
         assert not last.isnan().any(), (
             "the last output is NaN, as if the last query saw nothing: is the mask the wrong way"
             " round?"
@@ -418,6 +529,7 @@ def check_merge(answers: Answers) -> None:
             mean,
             x[0].mean(0),
             "two heads and equal scores: the last output must be the mean of all tokens",
+            [(ONLY_ITSELF, x[0, -1])],
         )
 
 
@@ -426,15 +538,14 @@ def check_scale(answers: Answers) -> None:
     with case("Task 4, the scale"), torch.no_grad():
         [layer_class] = written(answers, "MendedAttention")
         healthy = probe(MultiHeadAttention, 1)(torch.eye(8)[None])[0, -1]
-        with forbid(*READY_MADE):
-            mended = probe(layer_class, 1)(torch.eye(8)[None])[0, -1]
-        assert mended.shape == (8,), f"an output has the shape {tuple(mended.shape)}, expected (8,)"
+        mended = outputs_of(probe(layer_class, 1), torch.eye(8)[None])[0, -1]
         assert not mended.isnan().any(), (
             "row 7 is NaN, as if the last query saw nothing: is the mask the wrong way round?"
         )
         assert abs(mended.sum() - 1) < 1e-3, (
             f"row 7 sums to {mended.sum():.2f}: is the softmax over the keys, dim=-1?"
         )
+        assert not same(mended, torch.eye(8)[-1]), ONLY_ITSELF
         assert mended.max() > 0.9 * healthy.max(), (
             f"the last query's largest weight is {mended.max():.2f}, expected {healthy.max():.2f}:"
             " too"
@@ -458,21 +569,24 @@ def check_mask(answers: Answers) -> None:
     """Task 4: no weight on later tokens."""
     with case("Task 4, the mask"), torch.no_grad():
         [layer_class] = written(answers, "MendedAttention")
-        with forbid(*READY_MADE):
-            # (T, S): row t is the weights of query t
-            shares = probe(layer_class, 1)(torch.eye(8)[None])[0]
+        # (T, S): row t is the weights of query t
+        shares = outputs_of(probe(layer_class, 1), torch.eye(8)[None])[0]
         assert not shares.isnan().any(), (
             "some rows are NaN, as if their queries saw nothing: is the mask the wrong way round,"
             " or"
             " does some query not see itself?"
         )
         later = shares.triu(1)
+        assert later.any() <= shares.tril(-1).any(), (
+            "every query reads the tokens after it and none of those before it: the mask is the"
+            " wrong way round"
+        )
         assert later.abs().max() < 1e-6, (
             f"row {int(later.abs().max(1).values.argmax())} gives weight {later.abs().max():.2f}"
             " to a"
             " token that comes later: what is left of a hidden score after the softmax?"
         )
-        worst = (shares.sum(1) - 1).abs().argmax().item()
+        worst = int((shares.sum(1) - 1).abs().argmax())
         assert abs(shares[worst].sum() - 1) < 1e-4, (
             f"no token reads the future, but row {worst} sums to {shares[worst].sum():.2f}, not to"
             " 1:"
@@ -491,6 +605,7 @@ def twins(
     """The mended layer and the package's, with the same weights."""
     torch.manual_seed(0)
     mended = layer_class(hidden_size, num_heads).to(dtype)
+    _check_names(mended)
     healthy = MultiHeadAttention(hidden_size, num_heads).to(dtype)
     mended.load_state_dict(healthy.state_dict())  # the same names, the same weights
     for projection in (mended.q_proj, mended.k_proj, healthy.q_proj, healthy.k_proj):
@@ -498,21 +613,40 @@ def twins(
     return mended, healthy
 
 
+def layer_slips(healthy: MultiHeadAttention, x: Tensor) -> list[tuple[str, Tensor]]:
+    """What the layer gives with a wrong scale, and what to say to it."""
+    head_dim = healthy.q_proj.weight.shape[0] // 4
+    weight = healthy.q_proj.weight.data.clone()
+    slips = []
+    for name, divisor in (
+        ("divided by the root of hidden_size", x.shape[-1] ** 0.5),
+        ("divided by the root of T", x.shape[1] ** 0.5),
+        ("divided by the root of the number of heads", 4**0.5),
+        ("divided by head_dim", head_dim),
+        ("divided by the root of 8, whatever the sizes", 8**0.5),
+        ("not divided by anything", 1),
+    ):
+        healthy.q_proj.weight.data = weight * head_dim**0.5 / divisor
+        slips.append((f"the scores are {name}; the scale is the root of head_dim", healthy(x)))
+    healthy.q_proj.weight.data = weight
+    return slips
+
+
 def check_layer(answers: Answers) -> None:
     """Task 4: the same outputs as the package's layer."""
     with case("Task 4, the whole layer with 4 heads"):
         [layer_class] = written(answers, "MendedAttention")
-        mended, healthy = twins(layer_class, 32, 4)
-        x = torch.randn(2, 6, 32)
+        mended, healthy = twins(layer_class, 24, 4)  # D = 6
+        x = torch.randn(2, 5, 24)
         expected = healthy(x)
-        with forbid(*READY_MADE):
-            y = mended(x)
+        slips = layer_slips(healthy, x)
         expect(
-            y,
+            outputs_of(mended, x),
             expected,
-            "not what MultiHeadAttention gives with the same weights. If the three tests above"
-            " pass,"
-            " check that the scale is the root of head_dim, not of hidden_size or of T",
+            "not what MultiHeadAttention gives with the same weights. If one of the three tests"
+            " above fails, begin there. If they pass, look at what depends on the number of heads,"
+            " and at o_proj",
+            slips,
         )
 
 
@@ -568,6 +702,8 @@ def check_cache(Cache: Any) -> None:
     """Task 5: with and without a window."""
     _check_full_cache(Cache)
     _check_window_cache(Cache)
+    _check_window_of_one(Cache)
+    _check_memory_of_cache(Cache)
 
 
 def _check_full_cache(Cache: Any) -> None:
@@ -649,6 +785,36 @@ def _check_window_cache(Cache: Any) -> None:
             f"after a piece of four the cache holds {held(cache):.0f}, the window is 3: cut after"
             " every"
             " call, not only after a single token"
+        )
+
+
+def _check_window_of_one(Cache: Any) -> None:
+    """Every query reads its own key only."""
+    with case("Task 5, Cache with window=1"):
+        cache = Cache(window=1)
+        for start, end in ((0, 2), (2, 3), (3, 6)):
+            seen = updated(cache, 0, *piece(start, end))
+            assert seen[-(end - start) :] == list(range(start, end)), (
+                f"the new positions are {start} to {end - 1}, but update returned {seen}"
+            )
+            assert held(cache) <= 1, (
+                f"after {end} tokens the cache holds {held(cache):.0f} positions: at most one"
+                " position may be kept, and `[-0:]` keeps everything"
+            )
+
+
+def _check_memory_of_cache(Cache: Any) -> None:
+    """What is forgotten must not stay in memory behind a slice. (With one key/value head such a
+    slice is contiguous, so `.contiguous()` wouldn't copy it.)
+    """
+    with case("Task 5, the memory of a Cache with window=3"):
+        cache = Cache(window=3)
+        k, v = (x.contiguous() for x in piece(0, 100, heads=1))
+        cache.update(0, k, v)
+        room = kept_memory(cache) / (2 * 3)  # keys and values, of 3 numbers each
+        assert room <= 3, (
+            f"after a piece of 100 the cache holds 3 positions, but memory for {room:.0f}: a slice"
+            " is a view, which keeps the whole tensor it was cut from. Store a copy of it, .clone()"
         )
 
 
@@ -860,6 +1026,7 @@ def check_alibi(alibi_attention: Attend) -> None:
             "with slope 0 this is plain causal attention: look at the scale and at the causal mask",
         )
     _check_slopes(alibi_attention)
+    _check_gradient_of_slopes(alibi_attention)
     with case("Task 7, two new queries and six keys"):
         shares = weights_of(
             alibi_attention, torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 6, 4), torch.ones(1)
@@ -912,6 +1079,22 @@ def _check_slopes(alibi_attention: Attend) -> None:
         assert found == [0.5, 2.0], (
             "the slopes are [0.5, 2.0], but one step back lowers the scores of the two heads by"
             f" {found}: add the bias after the scale, and give each head its own slope"
+        )
+
+
+def _check_gradient_of_slopes(alibi_attention: Attend) -> None:
+    """Slopes that are learned."""
+    with case("Task 7, slopes that are learned"):
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, 1, 2, 4, 8)
+        slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+        y = alibi_attention(q, k, v, slopes)
+        gradient = None
+        if y.requires_grad:
+            [gradient] = torch.autograd.grad(y.square().sum(), slopes, allow_unused=True)
+        assert gradient is not None and gradient.all(), (
+            "no gradient reaches the slopes: do not copy their numbers out with .item(), .tolist()"
+            " or torch.tensor"
         )
 
 

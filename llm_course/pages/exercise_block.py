@@ -1,6 +1,7 @@
 """The visible checks of exercise 08, the transformer block: each says what is wrong."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_course.model import estimate
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.moe import MoE
 from llm_course.model.normalization import RMSNorm
 from llm_course.model.rope import RotaryEmbedding
@@ -81,7 +84,7 @@ def check_pairs(name: str, typed: Any, right: Any, slips: Any) -> None:
         )
         assert near(numbers, pair), (
             f'{name}["{rule}"]: you have {tuple(round(n, 3) for n in numbers.tolist())}, and that'
-            " is not what the rule gives. Write down what the layer reads, what it answers, and"
+            " is not what the rule gives. Write down what the layer reads, what it returns, and"
             " the sum"
         )
 
@@ -117,22 +120,22 @@ def check_full(answers: Any) -> None:
                 ),
                 "the stream itself must stay: only the layer reads its norm": n(s) + f(n(s)),
                 "the mean was taken off; that is a LayerNorm": s + f(centred),
-                "the answer must be added to the stream": f(n(s)),
+                "the output must be added to the stream": f(n(s)),
             },
             "post": {
                 "the norm of the sum is missing": s + f(s),
                 "the norm comes after the sum, not before it": n(s) + f(n(s)),
                 "the layer reads the stream itself here, not its norm": n(s + f(n(s))),
-                "the norm is of the sum, not of the answer": s + n(f(s)),
+                "the norm is of the sum, not of the output": s + n(f(s)),
                 "the sum is divided by the RMS of the old stream; take its own": (s + f(s)) / 13,
                 "the RMS is the root of the *mean* of the squares, here of half their sum": (
                     (s + f(s)) / (s + f(s)).norm()
                 ),
             },
             "sandwich": {
-                "the second norm, that of the answer, is missing": s + f(n(s)),
+                "the second norm, that of the output, is missing": s + f(n(s)),
                 "the stream itself must stay: only the layer reads its norm": n(s) + n(f(n(s))),
-                "the norm is of the answer, not of the sum": n(s + f(n(s))),
+                "the norm is of the output, not of the sum": n(s + f(n(s))),
                 "the mean was taken off; that is a LayerNorm": s + n(f(centred)),
             },
         }
@@ -150,13 +153,13 @@ def check_half(answers: Any) -> None:
         slips = {
             "pre": {
                 "this is the answer for m = 1": s + f(n(s)),
-                "m multiplies the stream; it belongs to the answer": s / 2 + f(n(s)),
-                "m multiplies the sum; it belongs to the answer alone": (s + f(n(s))) / 2,
+                "m multiplies the stream; it belongs to the output": s / 2 + f(n(s)),
+                "m multiplies the sum; it belongs to the output alone": (s + f(n(s))) / 2,
             },
             "post": {
                 "this is the answer for m = 1": n(s + f(s)),
-                "m multiplies the stream; it belongs to the answer": n(s / 2 + f(s)),
-                "m multiplies the norm of the sum; it belongs to the answer, inside": n(s + f(s))
+                "m multiplies the stream; it belongs to the output": n(s / 2 + f(s)),
+                "m multiplies the norm of the sum; it belongs to the output, inside": n(s + f(s))
                 / 2,
                 "the norm of the sum is missing": s + f(s) / 2,
             },
@@ -164,8 +167,8 @@ def check_half(answers: Any) -> None:
                 "m comes before the second norm, which takes it away again; multiply last": (
                     s + n(f(n(s)))
                 ),
-                "m multiplies the stream; it belongs to the answer": s / 2 + n(f(n(s))),
-                "the second norm, that of the answer, is missing": s + f(n(s)) / 2,
+                "m multiplies the stream; it belongs to the output": s / 2 + n(f(n(s))),
+                "the second norm, that of the output, is missing": s + f(n(s)) / 2,
             },
         }
         check_pairs("half", answers["half"], right, slips)
@@ -236,6 +239,16 @@ def check_rule(block_class: Any, rule: str, B: int = 2, T: int = 5, **options: A
     )
 
 
+def check_silent_layers(block_class: Any, rule: str) -> None:
+    silent = block_class(config_of(8, norm_position=rule))
+    for layer in (silent.self_attn.o_proj, silent.mlp.down_proj):
+        nn.init.zeros_(layer.weight)
+    x = 3 * noise(2, 5, 8)
+    right = F.rms_norm(x, (8,), eps=1e-6) if rule == "post" else x
+    found = call_block(silent, x)[0]
+    expect(found, right, "with silent layers the stream is not what the rule leaves of it")
+
+
 def rule_slips(rule: str, b: Any, x: Any) -> Any:
     """What each slip in a block's wiring gives."""
     a = b.self_attn
@@ -250,10 +263,10 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
             h, f(n3(x)), n4
         ),
         "the MLP reads the new stream, but adds to the old one": b.add_to_stream(x, f(n3(h)), n4),
-        "attention's answer replaces the stream; add it": b.add_to_stream(
+        "attention's output replaces the stream; add it": b.add_to_stream(
             n2(a(n1(x))), f(n3(n2(a(n1(x))))), n4
         ),
-        "the MLP's answer replaces the stream; add it": n4(f(n3(h))),
+        "the MLP's output replaces the stream; add it": n4(f(n3(h))),
         "the MLP is missing": h,
     }
     if rule == "post":
@@ -279,11 +292,11 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
             "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
             "the MLP reads the stream without its norm": h + n4(f(h)),
         }
-    return slips | (sandwich_slips(b, x) if rule == "sandwich" else {})
+    return slips | (output_norm_slips(b, x) if rule in ("sandwich", "output") else {})
 
 
-def sandwich_slips(b: Any, x: Any) -> Any:
-    """What a slip gives that only a sandwich can have."""
+def output_norm_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only a rule with output norms can have."""
     a = b.self_attn
     f = b.mlp
     n1 = b.input_layernorm
@@ -292,10 +305,12 @@ def sandwich_slips(b: Any, x: Any) -> Any:
     n4 = b.mlp_output_norm
     slips = {}
     bare = x + a(n1(x))
-    slips["the output norms are missing, which the sandwich has besides"] = bare + f(n3(bare))
+    slips["the output norms are missing, which this rule has after each sublayer"] = bare + f(
+        n3(bare)
+    )
     p = n2(x + a(n1(x)))
     q = x + n4(a(n1(x)))
-    slips["the sandwich takes the norm of the answer, x + norm(y); you have norm(x + y)"] = n4(
+    slips["this rule takes the norm of the output, x + norm(y); you have norm(x + y)"] = n4(
         p + f(n3(p))
     )
     slips["the two output norms are exchanged"] = q + n2(f(n3(q)))
@@ -325,13 +340,13 @@ def check_multiplier(block_class: Any, rule: str, m: float, **options: Any) -> N
         "the multiplier is forgotten": wired(once, once),
         "the multiplier is forgotten for attention": wired(once, right),
         "the multiplier is forgotten for the MLP": wired(right, once),
-        "the multiplier scales the stream; it belongs to the answer": wired(on_stream, on_stream),
-        "the multiplier scales the sum; it belongs to the answer alone": wired(
+        "the multiplier scales the stream; it belongs to the output": wired(on_stream, on_stream),
+        "the multiplier scales the sum; it belongs to the output alone": wired(
             (m, 1, m), (m, 1, m)
         ),
     }
     if rule == "post":
-        slips["the multiplier scales the norm of the sum; it belongs to the answer, inside"] = (
+        slips["the multiplier scales the norm of the sum; it belongs to the output, inside"] = (
             wired((1, m, 1), (1, m, 1))
         )
     if rule == "sandwich":
@@ -476,13 +491,13 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
         },
         "b": {
             "nothing has changed: the MLP reads the stream from before attention": h + m * f(n3(x)),
-            "the MLP reads what attention has answered; it must read the stream with that added": (
+            "the MLP reads what attention has returned; it must read the stream with that added": (
                 h + m * f(n3(m * a(n1(x))))
             ),
             "the MLP must read x + m * gathered, through its own norm": h + m * f(h),
             "the MLP reads x + gathered; the multiplier is missing there": h + m * f(n3(k)),
-            "attention's answer is added twice": h + m * a(n1(x)) + m * f(n3(h)),
-            "attention's answer is lost from the sum": x + m * f(n3(h)),
+            "attention's output is added twice": h + m * a(n1(x)) + m * f(n3(h)),
+            "attention's output is lost from the sum": x + m * f(n3(h)),
         },
         "c": {
             "nothing has changed: the multiplier scales the stream": m * s + f(n3(s)),
@@ -618,7 +633,7 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
     h = streams[block - 1]
     slips = [
         (
-            ("the multiplier is missing: the part is what was added, not what the layer answered"),
+            ("the multiplier is missing: the part is what was added, not what the layer returned"),
             real / multiplier,
         ),
         ("this is the stream after the layer, not what the layer added", streams[block]),
@@ -641,7 +656,7 @@ def part_slips(i: int, right: Any, streams: Any, blocks: Any, norm: Any, multipl
             ("the MLP reads the stream without its norm", multiplier * bare),
             (
                 (
-                    "the MLP reads a stream to which attention's answer was added without"
+                    "the MLP reads a stream to which attention's output was added without"
                     " the multiplier"
                 ),
                 multiplier * late,
@@ -920,7 +935,7 @@ def check_scale(answer: Any, depth: int, v: Any, limit: float) -> None:
     found = expect_number(answer(depth, v, limit), name)
     right = math.sqrt((limit**2 - 1) / (depth * v))
     slips = {
-        "the multiplier scales the answer, its square the variance: a root is missing": right**2,
+        "the multiplier scales the output, its square the variance: a root is missing": right**2,
         "v is what a whole block adds, so there are `depth` of it, not 2 x depth": (
             right / math.sqrt(2)
         ),
@@ -1079,15 +1094,15 @@ def check_parallel(answers: Any, m: float, T: int = 5, **options: Any) -> None:
             ("the MLP reads x without the norm", x + m * (a(h) + f(x))),
             ("attention reads x without the norm", x + m * (a(x) + f(h))),
             ("both layers read x without the norm", x + m * (a(x) + f(x))),
-            ("the MLP reads attention's answer", x + m * (a(h) + f(a(h)))),
-            ("the MLP reads attention's answer", x + m * f(a(h))),
+            ("the MLP reads attention's output", x + m * (a(h) + f(a(h)))),
+            ("the MLP reads attention's output", x + m * f(a(h))),
             ("the multiplier is forgotten", x + a(h) + f(h)),
             ("the multiplier is forgotten for the MLP: mind the brackets", x + m * a(h) + f(h)),
             ("the multiplier is forgotten for attention: mind the brackets", x + a(h) + m * f(h)),
             ("the multiplier scales the stream", m * (x + a(h) + f(h))),
             ("the stream is missing from the sum", m * (a(h) + f(h))),
             (
-                "the answers are added to the normalised stream; add them to x",
+                "the outputs are added to the normalised stream; add them to x",
                 h + m * (a(h) + f(h)),
             ),
             ("the stream is added twice", 2 * x + m * (a(h) + f(h))),
@@ -1228,3 +1243,82 @@ def check_piece(name: str, five: Any, one: Any, y: Any, x: Any, start: int) -> N
             else slips
         )
     expect(piece, layer(x), f"the outputs for {name} are not those of {name}_proj", slips)
+
+
+# ------------------------------------------------------------------------------------------- task 7
+
+
+def check_heads(kind: Any, C: int = 64, H: int = 4) -> None:
+    """What a None means, also in a copy, and that a choice survives."""
+    shape = kind(hidden_size=C, num_heads=H)
+    for name, right in (("kv_heads", H), ("width", C // H)):
+        found = getattr(shape, name)
+        assert found == right, f"{name} is {found}, expected {right} for C = {C} and H = {H}"
+    copy = replace(shape, num_heads=2 * H)
+    assert copy.width == C // (2 * H), (
+        f"a copy with {2 * H} heads has heads of {copy.width}, the number of before: keep the None,"
+        " and work the rule out when it is asked"
+    )
+    assert copy.kv_heads == 2 * H, (
+        f"a copy with {2 * H} heads has {copy.kv_heads} key/value heads, the number of before: keep"
+        " the None"
+    )
+    chosen = replace(kind(hidden_size=C, num_heads=H, num_kv_heads=1, head_dim=32), num_heads=2 * H)
+    assert (chosen.kv_heads, chosen.width) == (1, 32), (
+        "num_kv_heads=1 and head_dim=32 were chosen, and a choice must survive in a copy"
+    )
+    try:
+        shape.num_heads = 1
+    except AttributeError:  # a FrozenInstanceError is one
+        return
+    raise AssertionError("num_heads can be overwritten: the dataclass isn't frozen")
+
+
+def check_refused(kind: Any, names: str, **values: Any) -> None:
+    """That these values are refused, in words that name the value at fault."""
+    given = ", ".join(f"{name}={value}" for name, value in values.items())
+    try:
+        kind(**values)
+    except ValueError as error:
+        assert names in str(error), f"{given}: the message {str(error)!r} doesn't hold {names!r}"
+        return
+    raise AssertionError(f"{given} is accepted; expected a ValueError that names {names}")
+
+
+def check_accepted(kind: Any, **values: Any) -> None:
+    """That these values are not refused."""
+    given = ", ".join(f"{name}={value}" for name, value in values.items())
+    try:
+        kind(**values)
+    except ValueError as error:
+        raise AssertionError(f"{given} is a sound shape, but it is refused: {error}") from None
+
+
+def check_count(count: Any, **options: Any) -> None:
+    """The number of parameters of a Llama-like model, without building it."""
+    config = ModelConfig(**options)
+    C = config.hidden_size
+    L = config.num_layers
+    H = config.num_heads
+    K = config.num_kv_heads or H
+    D = config.resolved_head_dim
+    F_ = config.resolved_intermediate_size
+    table = config.resolved_vocab_size * C
+    tables = table if config.tie_word_embeddings else 2 * table
+    right = L * (2 * C * D * (H + K) + 3 * C * F_ + 2 * C) + tables + C
+    with forbid(DecoderModel, TransformerBlock, estimate):
+        found = expect_number(count(config), "count(config)")
+    slips = {
+        "each query head has its own key and value: there are K of them": 2 * C * D * (H - K) * L,
+        "a gated MLP has three matrices": -C * F_ * L,
+        "the norms of the blocks are missing": -2 * C * L,
+        "the last norm is missing": -C,
+        "the output layer is counted, but it shares the table": table * (tables == table),
+        "the output layer is missing: without tying it has a table of its own": table - tables,
+        "q_proj and o_proj are C x (H * D), and that is not always C x C": (
+            2 * C * L * (C + (C // H) * K - D * (H + K))
+        ),
+    }
+    for words, difference in slips.items():
+        assert not difference or found != right + difference, words
+    assert found == right, f"count gives {found:,.0f} for {options}, expected {right:,}"

@@ -15,13 +15,112 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from llm_course.pages.checking import Answer, case, frozen, expect_number, written
+from llm_course.pages.checking import (
+    Answer,
+    case,
+    expect_number,
+    expect_plain_number,
+    frozen,
+    written,
+)
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
 from llm_course.training.runtime import Runtime
 from llm_course.training.task import RegressionTask
 
 # ---------------------------------------------------------------------- 1, the gradient of a window
+
+
+def window_factors(targets: list[int]) -> list[tuple[float, str]]:
+    """How many times too large a slip makes loss or gradient, in a window of several micro-batches
+    with these numbers of targets, and what to say to it.
+    """
+    total = sum(targets)
+    count = len(targets)
+    last = max(targets[-1], 1)
+    return [
+        (
+            count,
+            f"it is {count} times too large, and there are {count} micro-batches: are their means"
+            " added up?",
+        ),
+        (
+            1 / count,
+            f"it is {count} times too small, and there are {count} micro-batches: the mean over all"
+            " targets isn't divided by their number",
+        ),
+        (
+            total / last,
+            f"was it divided by the {last} targets of the last micro-batch? The window has {total}:"
+            " add up the counts",
+        ),
+        (
+            total / count,
+            f"the sum over {total} targets was divided by the {count} micro-batches: divide by the"
+            " number of targets",
+        ),
+    ]
+
+
+def by_factor(ratio: float, targets: list[int], rows: int) -> str:
+    """What to say to a loss or gradient that is so many times what it should be, in a window of so
+    many rows; empty if no slip gives this ratio.
+    """
+    total = sum(targets)
+    slips = [
+        (
+            total,
+            f"it is {total} times too large, and there are {total} targets: it's the sum over them;"
+            " divide by their number, once",
+        ),
+        (
+            1 / total,
+            f"it is {total} times too small, and there are {total} targets: a mean was divided by"
+            " the number of targets once more",
+        ),
+        (
+            total / rows,
+            f"it was divided by all {rows} rows, but only {total} of them have a target: count"
+            " where `use` is True",
+        ),
+        (-1, "it has the wrong sign"),
+        (0, "it is 0: was backward called, and is the result kept?"),
+        *(window_factors(targets) if len(targets) > 1 else []),
+    ]
+    return " ".join(
+        words
+        for slip, words in slips
+        if slip != 1 and math.isclose(ratio, slip, rel_tol=1e-3, abs_tol=1e-6)
+    )
+
+
+def ratio_of(found: Tensor, right: Tensor) -> float | None:
+    """How many times longer one gradient is than another, if they have one direction."""
+    ratio = (found @ right / (right @ right)).item()
+    return ratio if torch.allclose(found, ratio * right, rtol=1e-3, atol=1e-5) else None
+
+
+def gradient_slip(found: Tensor, right: Tensor, model: nn.Module, window: list[Any]) -> str:
+    """What a gradient says about the mistake that gave it, or an empty text."""
+    targets = [int(batch["use"].sum()) for batch in window]
+    ratio = ratio_of(found, right)
+    if ratio is not None:
+        known = by_factor(ratio, targets, sum(len(batch["x"]) for batch in window))
+        return known or f"it has the right direction, but is {ratio:.3g} times as large"
+    means = []
+    for batch in window:
+        if batch["use"].any():
+            error = F.mse_loss(model(batch["x"])[batch["use"]], batch["y"][batch["use"]])
+            grads = torch.autograd.grad(error, list(model.parameters()))
+            means.append(torch.cat([grad.flatten() for grad in grads]))
+    if ratio_of(found, sum(means)) is not None:  # type: ignore[arg-type]
+        return (
+            "it's made of the means of the micro-batches, so a target in a small one counts more:"
+            " the counts are unequal; run backward on sums, divide by all targets"
+        )
+    if ratio_of(found, means[-1]) is not None:
+        return "only the last micro-batch is in it: the gradients of a window add up"
+    return ""
 
 
 def check_window(window_gradient: Answer, counts: Any, hint: Any) -> None:
@@ -32,15 +131,31 @@ def check_window(window_gradient: Answer, counts: Any, hint: Any) -> None:
     window = [{"x": x, "y": 3 * x, "use": torch.arange(len(x)) > 1} for x in rows]
     x = torch.cat([row[2:] for row in rows])
     mean = F.mse_loss(model(x), 3 * x)
-    wanted = torch.autograd.grad(mean, list(model.parameters()))
+    right = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))])
     with case(f"Task 1, micro-batches of {counts} targets"):
-        found = expect_number(window_gradient(model, window), "the result")
+        try:
+            result = window_gradient(model, window)
+        except TypeError as error:
+            assert "NoneType" not in str(error), (
+                "after the loop a gradient is None: backward must run in the loop, on the loss of"
+                " each micro-batch"
+            )
+            raise
         assert all(p.grad is not None for p in model.parameters()), "there's no gradient"
-        for parameter, right in zip(model.parameters(), wanted, strict=True):
-            gradient: Any = parameter.grad
-            message = f"a gradient is {gradient.sum():.4f}, expected {right.sum():.4f}: {hint}"
-            assert torch.allclose(gradient, right, atol=1e-5), message
-        assert abs(found - mean.item()) < 1e-4, f"the loss is {found:.4f}, not {mean:.4f}: {hint}"
+        gradient = torch.cat([g.flatten() for p in model.parameters() if (g := p.grad) is not None])
+        assert not gradient.isnan().any(), (
+            "a gradient is NaN: the mean over no targets is 0 / 0. Add up sums, which are 0 there"
+        )
+        said = gradient_slip(gradient, right, model, window) or hint
+        assert torch.allclose(gradient, right, atol=1e-5), (
+            f"the gradient is {gradient[0]:.4f}, expected {right[0]:.4f}: {said}"
+        )
+        found = expect_plain_number(result, "the result")
+        assert not math.isnan(found), (
+            "the loss is NaN: the mean over no targets is 0 / 0. Add up sums, which are 0 there"
+        )
+        said = by_factor(found / mean.item(), counts, sum(counts) + 2 * len(counts)) or hint
+        assert abs(found - mean.item()) < 1e-4, f"the loss is {found:.4f}, not {mean:.4f}: {said}"
 
 
 def task1_window(window_gradient: Answer) -> None:
@@ -50,16 +165,15 @@ def task1_window(window_gradient: Answer) -> None:
         [3],
         "with a single micro-batch, it's the ordinary mean over rows with a target",
     )
-
     check_window(
         window_gradient, [3, 3], "is each micro-batch's gradient added, and the sum divided once?"
     )
-
     check_window(
         window_gradient,
         [1, 5],
         "the counts are unequal: run backward on sums, divide by all targets",
     )
+    check_window(window_gradient, [2, 0, 3], "a micro-batch without targets adds nothing to either")
 
 
 # --------------------------------------------------------------------- 2, the numbers of small runs
@@ -213,44 +327,102 @@ def line_batches(counts: Any, seed: Any = 0) -> Any:
     return [{"x": x, "y": 3 * x + 1, "use": torch.arange(len(x)) > 0} for x in xs]
 
 
-def epoch_by_hand(model: Any, batches: Any, size: Any, max_norm: Any, factor: Any) -> Any:
-    """What PyTorch does when each window is one batch: the trained model and the rows."""
+Slips = list[tuple[str, float]]
+
+
+def loss_slips(model: Any, window: list[Any]) -> Slips:
+    """What a mistake reports as the loss of a window, and what to say to it."""
+    sums = []
+    targets = []
+    with torch.no_grad():
+        for batch in window:
+            use = batch["use"]
+            error = F.mse_loss(model(batch["x"])[use], batch["y"][use], reduction="sum")
+            sums.append(error.item())
+            targets.append(int(use.sum()))
+    means = [total / max(count, 1) for total, count in zip(sums, targets, strict=True)]
+    rows = sum(len(batch["use"]) for batch in window)
+    return [
+        ("that is the loss of the last micro-batch alone", means[-1]),
+        (
+            "that is the mean of the micro-batches' means: the counts are unequal; add up losses of"
+            " all targets (reduction='sum'), count the targets, divide once",
+            sum(means) / len(means),
+        ),
+        ("that is the sum over its targets: divide it by their number", sum(sums)),
+        ("that is the sum of the micro-batches' means, not yet divided", sum(means)),
+        (
+            "that is divided by all rows of the window; only those where `use` is True have a"
+            " target",
+            sum(sums) / rows,
+        ),
+    ]
+
+
+def norm_slips(length: float, window: list[Any]) -> Slips:
+    """What a gradient that is too long or too short reports as its norm."""
+    targets = [int(batch["use"].sum()) for batch in window]
+    rows = sum(len(batch["use"]) for batch in window)
+    total = sum(targets)
+    ratios = (total, 1 / total, total / rows, len(targets), 1 / len(targets), total / len(targets))
+    return [
+        (f"of the gradient, {said}", ratio * length)
+        for ratio in ratios
+        if (said := by_factor(ratio, targets, rows))
+    ]
+
+
+def epoch_by_hand(
+    model: Any, batches: Any, size: Any, max_norm: Any, factor: Any
+) -> tuple[Any, list[tuple[float, float, float]], list[tuple[Slips, Slips, Slips]]]:
+    """What PyTorch does when each window is one batch: the trained model, the rows, and for each of
+    their numbers what mistakes would give.
+    """
     model = copy.deepcopy(model)
     rows: list[Any] = []
+    slips: list[tuple[Slips, Slips, Slips]] = []
     for start in range(0, len(batches), size):
-        x, y, use = (
-            torch.cat([batch[name] for batch in batches[start : start + size]])
-            for name in ("x", "y", "use")
-        )
+        window = batches[start : start + size]
+        x, y, use = (torch.cat([batch[name] for batch in window]) for name in ("x", "y", "use"))
         if not use.any():
             continue
+        of_loss = loss_slips(model, window)
         model.zero_grad()
         mean = F.mse_loss(model(x)[use], y[use])
         mean.backward()
         length = nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
         rate = 0.1 * factor(len(rows))
+        after = (
+            "that is the rate of the step after: the row holds the rate that the step used",
+            0.1 * factor(len(rows) + 1),
+        )
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= rate * parameter.grad
         rows.append((mean.item(), length, rate))
-    return model, rows
+        slips.append((of_loss, norm_slips(length, window), [after]))
+    return model, rows, slips
 
 
-def check_rows(found: Any, wanted: Any, max_norm: float, what: str) -> None:
+def check_rows(found: Any, wanted: Any, slips: Any, max_norm: float, what: str) -> None:
     """Loss, norm and learning rate of each step."""
-    for step, (row, right) in enumerate(zip(found, wanted, strict=True), start=1):
+    names = ("loss", "norm", "learning rate")
+    for step, (row, right, known) in enumerate(zip(found, wanted, slips, strict=True), start=1):
         assert isinstance(row, tuple | list) and len(row) == 3, (
             f"a row is (loss, norm, learning rate), but row {step} is {row!r}"
         )
-        for name, one, other in zip(("loss", "norm", "learning rate"), row, right, strict=True):
-            one = expect_number(one, f"the {name} of step {step}")
+        for name, one, other, mistakes in zip(names, row, right, known, strict=True):
+            one = expect_plain_number(one, f"the {name} of step {step}")
+            within = 1e-4 * (1 + abs(other))
             limited = name == "norm" and abs(one - max_norm) < 1e-4 < other - max_norm
             assert not limited, (
                 f"the norm of step {step} is {one:.4g}, the limit itself, expected {other:.4g}:"
                 " report it before clipping"
             )
-            assert abs(one - other) < 1e-4 * (1 + abs(other)), (
-                f"the {name} of step {step} is {one:.4g}, expected {other:.4g}: {what}"
+            said = [words for words, wrong in mistakes if abs(one - wrong) < within]
+            hint = said[0] if said else what
+            assert abs(one - other) < within, (
+                f"the {name} of step {step} is {one:.4g}, expected {other:.4g}: {hint}"
             )
 
 
@@ -268,7 +440,7 @@ def check_epoch(
     torch.manual_seed(seed)
     model = nn.Linear(1, 1)
     batches = line_batches(counts, seed)
-    wanted_model, wanted = epoch_by_hand(model, batches, size, max_norm, factor)
+    wanted_model, wanted, slips = epoch_by_hand(model, batches, size, max_norm, factor)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = None if stale is None else torch.full_like(parameter, stale)
@@ -282,7 +454,7 @@ def check_epoch(
         assert len(found) == len(wanted), (
             f"there are {len(found)} rows, expected {len(wanted)}: {what}"
         )
-        check_rows(found, wanted, max_norm, what)
+        check_rows(found, wanted, slips, max_norm, what)
         for name, one, other in zip(
             ("weight", "bias"), model.parameters(), wanted_model.parameters(), strict=True
         ):
@@ -379,6 +551,11 @@ def check_poison(train_epoch: Answer, poison: Any, model: Any, what: Any) -> Non
             train_epoch(trained, optimizer, scheduler, part, size=2, max_norm=1.0)
         except FloatingPointError as error:
             raised = error
+        except Exception as error:
+            raise AssertionError(
+                f"{what}: expected a FloatingPointError, but your code raised"
+                f" {type(error).__name__}: {error}"
+            ) from error
         moments = [
             [value.tolist() for value in state.values()] for state in optimizer.state.values()
         ]
@@ -403,6 +580,36 @@ def opposite(batch: Any) -> Any:
     return batch | {"x": batch["x"] * 0, "y": torch.tensor([[0.0], [2e19], [-2e19]])}
 
 
+def _check_rows_of_holes(
+    train_epoch: Answer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    batches: list[Any],
+    what: str,
+) -> None:
+    """A row and a move of the schedule for each window of two that has a target."""
+    windows = [batches[start : start + 2] for start in range(0, len(batches), 2)]
+    expected = sum(any(batch["use"].any() for batch in window) for window in windows)
+    try:
+        rows = train_epoch(model, optimizer, scheduler, batches, size=2, max_norm=1e9)
+    except TypeError as error:
+        assert "NoneType" not in str(error), (
+            f"{what}; but where nothing ran backward, .grad is None: skip such a window before you"
+            " divide its gradients"
+        )
+        raise
+    assert isinstance(rows, list), (
+        f"train_epoch must return the list of rows, not {type(rows).__name__}"
+    )
+    assert len(rows) == expected, (
+        f"{what}, but the number of rows is {len(rows)}, expected {expected}"
+    )
+    assert scheduler.last_epoch == expected, (
+        f"{what}, but the schedule is at {scheduler.last_epoch}, expected {expected}"
+    )
+
+
 def _task3_trouble_1(train_epoch: Answer) -> None:
     with case("Task 3, windows with a hole"):
         for holes, what in (
@@ -422,14 +629,7 @@ def _task3_trouble_1(train_epoch: Answer) -> None:
             batches = [
                 empty(batch) if index in holes else batch for index, batch in enumerate(batches)
             ]
-            rows = train_epoch(model, optimizer, scheduler, batches, size=2, max_norm=1e9)
-            expected = 3 if len(holes) == 1 else 2
-            assert isinstance(rows, list) and len(rows) == expected, (
-                f"{what}, but there are {rows and len(rows)} rows, expected {expected}"
-            )
-            assert scheduler.last_epoch == expected, (
-                f"{what}, but the schedule is at {scheduler.last_epoch}, expected {expected}"
-            )
+            _check_rows_of_holes(train_epoch, model, optimizer, scheduler, batches, what)
             torch.manual_seed(0)
             other = nn.Linear(1, 1)
             used = [batch for index, batch in enumerate(batches) if index not in holes]
@@ -712,7 +912,7 @@ def validated(
         "expected a dictionary with loss and weights, got"
         f" {result if result is None else type(result).__name__}"
     )
-    return expect_number(result["loss"], "loss"), result["weights"]
+    return expect_plain_number(result["loss"], "loss"), result["weights"]
 
 
 def validate_together(validate: Answer, models: Any, parts: Any) -> Any:
@@ -728,9 +928,14 @@ def _task4_validate_1(validate: Answer) -> Any:
         batches = head_batches([4, 4])
         found, weights = validated(validate, model, batches, Runtime())
         right = mean_of(model, batches)
+        again, _ = validated(validate, model, batches, Runtime())
+        assert found == again, (
+            f"the same model and batches have the loss {found:.4f} once and {again:.4f} the next"
+            " time: is dropout off?"
+        )
         assert abs(found - right) < 1e-4, (
-            f"two batches of four rows have the loss {right:.4f}, and validate says {found:.4f}: is"
-            " dropout off?"
+            f"two batches of four rows have the loss {right:.4f}, and validate says {found:.4f}:"
+            " add up losses and targets of all batches, then divide"
         )
         assert model.training, (
             "the model came in training mode, and is in evaluation mode afterwards"
@@ -898,8 +1103,9 @@ def _task5_gradients_2(Scaler: Any) -> None:
             assert model.weight.grad is given, (
                 f"{name}: the gradient is another tensor now: divide in place"
             )
-            assert isinstance(found, bool | np.bool_ | Tensor), (
-                f"{name}: unscale returns {found!r}, expected True or False"
+            assert isinstance(found, bool | np.bool_), (
+                f"{name}: unscale returns {found!r}, expected True or False; of a tensor,"
+                " bool(tensor)"
             )
             assert bool(found) == finite, (
                 f"{name}: unscale returns {bool(found)}, expected {finite}. Is the generator of"
@@ -914,6 +1120,12 @@ def _task5_gradients_2(Scaler: Any) -> None:
                     f"{name}: with the scale 8 the gradient of the bias, 24, becomes"
                     f" {model.bias.grad.item():g}, expected 3"
                 )
+        model.bias.grad = torch.tensor([2e38])
+        model.weight.grad = torch.tensor([[2e38, 2e38]])
+        assert Scaler(scale=1.0).unscale(model.parameters()), (
+            "three gradients of 2e38 are finite, though neither their sum nor their norm is: look"
+            " at each number"
+        )
         model.bias.grad = None
         model.weight.grad = torch.tensor([[8.0, 16.0]])
         assert scaler.unscale(model.parameters()), (
@@ -1327,6 +1539,11 @@ def _task7_average_1(AveragedWeights: Any) -> None:
             "after the run average is still None: is it set in on_train_start, on a name of the"
             " engine's hooks?"
         )
+        graphs = [name for name, tensor in averaged.average.items() if tensor.requires_grad]
+        assert not graphs, (
+            f"the average of {', '.join(graphs)} requires a gradient, so it keeps the graph of all"
+            " steps before: average under torch.no_grad()"
+        )
         check_slips(averaged.average, seen.rows)
         right = averages(seen.rows, 0.75)
         expect_weights(
@@ -1426,9 +1643,46 @@ def _task7_average_4(AveragedWeights: Any) -> None:
         )
 
 
+def _task7_average_5(AveragedWeights: Any) -> None:
+    with case("Task 7, copies"):
+        averaged = AveragedWeights(0.9)
+        engine = regression_engine([averaged], steps=3)
+        engine.run()
+        state = averaged.state_dict()
+        saved = frozen(state)
+        averaged.on_step_end(engine, {})
+        assert frozen(state) == saved, (
+            "a further step has changed the saved state: state_dict must return copies of the"
+            " tensors"
+        )
+        other = AveragedWeights(0.9)
+        other.load_state_dict(state)
+        other.on_train_start(engine)
+        other.on_step_end(engine, {})
+        assert frozen(state) == saved, (
+            "a step after loading has changed the state that was loaded: load copies of the tensors"
+        )
+
+
+def _task7_average_6(AveragedWeights: Any) -> None:
+    with case("Task 7, a parameter that isn't trained"):
+        averaged = AveragedWeights(0.75)
+        engine = regression_engine([], steps=1)
+        engine.run()
+        for index, parameter in enumerate(engine.model.parameters()):
+            parameter.requires_grad_(index > 0)
+        averaged.on_train_start(engine)
+        message = "the weights haven't moved, so the average must be equal to them"
+        expect_weights(averaged.average, weights_of(engine), message)
+        averaged.on_step_end(engine, {})
+        expect_weights(averaged.average, weights_of(engine), message)
+
+
 def task7_average(AveragedWeights: Any) -> None:
-    """The average, validations, failures, and a resumed run."""
+    """The average, validations, failures, a resumed run, and what must be a copy."""
     _task7_average_1(AveragedWeights)
     _task7_average_2(AveragedWeights)
     _task7_average_3(AveragedWeights)
     _task7_average_4(AveragedWeights)
+    _task7_average_5(AveragedWeights)
+    _task7_average_6(AveragedWeights)

@@ -481,35 +481,78 @@ def task4_gradients(mended_fit: Answer) -> None:
         )
 
 
-def report_slips(losses: list[Tensor], num_tokens: int) -> dict[str, Tensor]:
+def target_losses(model: Any, batches: list[Tensor]) -> list[Tensor]:
+    """The loss of each target, a tensor (B, T) for each batch."""
+    with torch.no_grad():
+        return [
+            F.cross_entropy(model(b[:, :-1]).logits.transpose(1, 2), b[:, 1:], reduction="none")
+            for b in batches
+        ]
+
+
+def report_slips(losses: list[Tensor]) -> dict[str, Tensor]:
     """What to say to a mistake, and what it reports."""
     every = torch.cat([loss.flatten() for loss in losses])
-    means = torch.tensor([loss.mean() for loss in losses])
+    means = torch.stack([loss.mean() for loss in losses])
     rows = torch.cat([loss.mean(1) for loss in losses])
+    # with T + 1 tokens in a row
+    tokens = torch.tensor([loss.shape[0] * (loss.shape[1] + 1) for loss in losses])
+    lengths = torch.tensor([loss.shape[1] for loss in losses])
     return {
         (
             "this is the mean of the batch means, so a target in a small batch counts more than one"
             " in a large batch"
-        ): (means.mean()),
+        ): means.mean(),
         (
             "this is the mean of the means of the rows, so a target in a short row counts more than"
             " one in a long row"
-        ): (rows.mean()),
+        ): rows.mean(),
+        (
+            "each batch mean is weighted by its B * (T + 1) tokens; a row of T + 1 tokens has T"
+            " targets"
+        ): (means * tokens).sum() / tokens.sum(),
+        (
+            "each batch mean is weighted by the length of its rows, whatever their number: a batch"
+            " has B * T targets"
+        ): (means * lengths).sum() / lengths.sum(),
+        ("each batch mean is weighted by the T + 1 tokens of a row: a batch has B * T targets"): (
+            means * (lengths + 1)
+        ).sum()
+        / (lengths + 1).sum(),
         "this is the sum over all targets: divide it by their number": every.sum(),
         (
             "each batch counts only once, whatever its size: the sum of the batch means is divided "
             "by the number of targets"
-        ): (means.sum() / every.numel()),
+        ): means.sum() / every.numel(),
         (
             "the sum over all targets is divided by the number of batches; divide by the number of "
             "targets"
-        ): (every.sum() / len(losses)),
-        "the sum is divided by the number of tokens; a row of T + 1 tokens has T targets": (
-            every.sum() / num_tokens
-        ),
+        ): every.sum() / len(losses),
+        (
+            "the sum over all targets is divided by the number of tokens, T + 1 for each row; a row"
+            " of T + 1 tokens has T targets"
+        ): every.sum() / tokens.sum(),
         "only the last validation batch is in it": means[-1],
         "only the first validation batch is in it": means[0],
     }
+
+
+def check_reported(found: Any, model: Any, batches: list[Tensor]) -> None:
+    """The second of the two results, against the losses of the trained model."""
+    assert isinstance(found, tuple) and len(found) == 2, (
+        "the function must return two things: the list of training losses, and the validation loss"
+    )
+    reported = expect_number(found[1], "the validation loss")
+    losses = target_losses(model, batches)
+    expected = torch.cat([loss.flatten() for loss in losses]).mean()
+    for message, wrong in report_slips(losses).items():
+        assert torch.isclose(wrong, expected, rtol=1e-4) or not math.isclose(
+            reported, wrong, rel_tol=1e-4
+        ), f"{message} (reported {reported:.3f}, expected {expected:.3f})"
+    assert math.isclose(reported, expected, rel_tol=1e-4), (
+        f"reported {reported:.3f}, expected {expected:.3f}, the mean over all validation"
+        " targets: is it measured on the validation batches, and after training?"
+    )
 
 
 def check_report(mended_fit: Answer, sizes: Any, train_batches: Any, learning_rate: Any) -> None:
@@ -519,25 +562,7 @@ def check_report(mended_fit: Answer, sizes: Any, train_batches: Any, learning_ra
     model = tiny_model(0.5)
     batches = [constant(token, rows, length) for token, rows, length in sizes]
     found = mended_fit(model, train_batches, batches, learning_rate)
-    assert isinstance(found, tuple) and len(found) == 2, (
-        "the function must return two things: the list of training losses, and the validation loss"
-    )
-    reported = expect_number(found[1], "the validation loss")
-    with torch.no_grad():
-        losses = [
-            F.cross_entropy(model(b[:, :-1]).logits.transpose(1, 2), b[:, 1:], reduction="none")
-            for b in batches
-        ]
-    every = torch.cat([loss.flatten() for loss in losses])
-    mistakes = report_slips(losses, sum(b.numel() for b in batches))
-    for message, wrong in mistakes.items():
-        assert torch.isclose(wrong, every.mean(), rtol=1e-4) or not math.isclose(
-            reported, wrong, rel_tol=1e-4
-        ), f"{message} (reported {reported:.3f}, expected {every.mean():.3f})"
-    assert math.isclose(reported, every.mean(), rel_tol=1e-4), (
-        f"reported {reported:.3f}, expected {every.mean():.3f}, the mean over all validation"
-        " targets: is it measured on the validation batches, and after training?"
-    )
+    check_reported(found, model, batches)
 
 
 def task4_report(mended_fit: Answer) -> None:
@@ -547,13 +572,102 @@ def task4_report(mended_fit: Answer) -> None:
         check_report(mended_fit, [(3, 4, 8), (5, 1, 2), (9, 2, 5)], [constant(11, 2, 6)], 0.0)
 
 
+class Steps:
+    """What a loop hands to its optimizers, step by step, beside the gradient that the mean loss of
+    the batch has at that moment.
+    """
+
+    def __init__(self, model: Any, batches: list[Tensor]) -> None:
+        self.model = model
+        self.batches = batches
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.losses: list[float] = []
+        self.gradients: list[tuple[Tensor, Tensor]] = []  # found, expected
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        batch = self.batches[min(len(self.losses), len(self.batches) - 1)]
+        parameters = list(self.model.parameters())
+        with torch.enable_grad():
+            logits = self.model(batch[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            expected = torch.autograd.grad(loss, parameters)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        self.optimizers.append(optimizer)
+        self.losses.append(loss.item())
+        one, other = (torch.cat([g.flatten() for g in x]) for x in (found, expected))
+        self.gradients.append((one, other))
+
+
+def _check_nothing_else(mended_fit: Answer) -> None:
+    """The optimizer, the gradients and the losses of four steps are what they were."""
+    model = tiny_model(0.1)
+    batches = [walk(1 + i % 3, 4 + i, i) for i in range(4)]
+    steps = Steps(model, batches)
+    handle = register_optimizer_step_pre_hook(steps)
+    try:
+        train_losses, _ = mended_fit(model, batches, [walk(2, 4, 50)], 0.02)
+    finally:
+        handle.remove()
+    assert len(steps.losses) == 4, (
+        f"four batches must make four optimizer steps, but there were {len(steps.losses)}"
+    )
+    built = len(set(map(id, steps.optimizers)))
+    assert built == 1, (
+        f"{built} optimizers made the four steps: AdamW remembers the steps before, so build one"
+        " before the loop, as it was"
+    )
+    _check_optimizer(steps.optimizers[0], learning_rate=0.02)
+    for step, (batch, gradients) in enumerate(zip(batches, steps.gradients, strict=True), 1):
+        _check_gradient(step, *gradients, num_targets=batch[:, 1:].numel())
+    for step, (found, expected) in enumerate(zip(train_losses, steps.losses, strict=False), 1):
+        assert math.isclose(found, expected, rel_tol=1e-3), (
+            f"the training loss of step {step} is {found:.4f}, expected {expected:.4f}, the mean"
+            " loss of its batch before the step"
+        )
+
+
+def _check_gradient(step: int, found: Tensor, expected: Tensor, num_targets: int) -> None:
+    """What the optimizer gets is the gradient of the mean loss, whole."""
+    times = (found.norm() / expected.norm()).item()
+    is_parallel = F.cosine_similarity(found, expected, dim=0) > 0.999
+    assert not is_parallel or not math.isclose(times, num_targets, rel_tol=1e-3), (
+        f"the gradient of step {step} is that of the sum over all {num_targets} targets: train on"
+        " their mean, as the loop did"
+    )
+    assert not is_parallel or math.isclose(times, 1, rel_tol=1e-3), (
+        f"the gradient of step {step} points in the right direction but is {times:.2f} times as"
+        " long: is it limited or scaled? Leave the rest (the optimizer too) as it was"
+    )
+    assert is_parallel, (
+        f"the gradient of step {step} is not that of the mean loss of its batch: does the whole"
+        " batch count, each target once, and no other batch?"
+    )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    assert type(optimizer) is torch.optim.AdamW, (
+        f"the optimizer is {type(optimizer).__name__}; the loop had AdamW: leave the rest as it was"
+    )
+    found = {name: optimizer.param_groups[0][name] for name in ("lr", "weight_decay", "betas")}
+    expected = {"lr": learning_rate, "weight_decay": 0, "betas": (0.9, 0.999)}
+    for name in expected:
+        assert found[name] == expected[name], (
+            f"the optimizer has {name}={found[name]}, expected {expected[name]}: leave the rest"
+            " (the optimizer too) as it was"
+        )
+
+
 def task4_whole_loop(mended_fit: Answer) -> None:
-    """Forty steps."""
+    """Four steps in detail, and forty steps with validation batches of two sizes."""
+    with case("Task 4, nothing else is changed"):
+        _check_nothing_else(mended_fit)
     with case("Task 4, the whole loop"):
+        model = tiny_model()
+        val_batches = [walk(16, 16, 99), walk(1, 3, 98)]
         train_losses, val_loss = mended_fit(
-            tiny_model(),
+            model,
             [walk(8, 16, seed) for seed in range(40)],
-            [walk(16, 16, 99), walk(1, 3, 98)],
+            val_batches,
             learning_rate=0.01,
         )
         assert len(train_losses) == 40, (
@@ -569,9 +683,9 @@ def task4_whole_loop(mended_fit: Answer) -> None:
         )
         assert val_loss < 1.0, (
             f"the validation loss is {val_loss:.2f} after 40 steps; the right loop comes below"
-            " 1.0. If"
-            " the three tests above pass, what else have you changed?"
+            " 1.0. If the three tests above pass, what else have you changed?"
         )
+        check_reported((train_losses, val_loss), model, val_batches)
 
 
 # --------------------------------------------------------------------------------------- 5, the log
@@ -661,10 +775,31 @@ def _task5_best_step_2(best_step: Answer) -> None:
         )
 
 
+def _task5_best_step_3(best_step: Answer) -> None:
+    with case("Task 5, best_step where nothing was measured"):
+        logs: list[Any] = [[], make_log(None, None), make_log(math.nan, None, math.nan)]
+        for empty in logs:
+            found = best_step(empty)
+            assert found is None, (
+                f"best_step gives {found}, but nothing was measured in {empty}, so the answer is"
+                " None"
+            )
+    with case("Task 5, best_step with a loss of 0"):
+        assert best_step(make_log(0.5, 0.0, 0.25)) == 20, (
+            "a validation loss of exactly 0.0 is a number like others: ask whether it is there, not"
+            " whether it is true"
+        )
+    with case("Task 5, best_step of high losses"):
+        assert best_step(make_log(250.0, 150.0, 180.0)) == 20, (
+            "all validation losses are above 100: with what do you compare the first one?"
+        )
+
+
 def task5_best_step(best_step: Answer) -> None:
     """The best step of run A, and of short logs."""
     _task5_best_step_1(best_step)
     _task5_best_step_2(best_step)
+    _task5_best_step_3(best_step)
 
 
 def check_overfits(
@@ -805,12 +940,44 @@ def _check_margin(overfits: Answer) -> None:
         )
 
 
+def _check_odd_logs(overfits: Answer) -> None:
+    """Empty logs, a loss of 0, two best rows, and a rise of exactly the margin."""
+    with case("Task 5, overfits where nothing can have risen"):
+        logs: list[Any] = [[], make_log(None, None), make_log(math.nan), make_log(2.5)]
+        for empty in logs:
+            check_overfits(overfits, empty, False, f"nothing can have risen in {empty}")
+    with case("Task 5, overfits of a few rows"):
+        check_overfits(
+            overfits,
+            make_log(0.0, 0.5),
+            True,
+            "a val_loss of exactly 0.0 is a number like others: ask whether it is there, not"
+            " whether it is true",
+        )
+        check_overfits(
+            overfits,
+            make_log(3.0, 3.0, 3.5, train=(2.0, 1.0, 1.5)),
+            True,
+            "steps 10 and 20 are equally good, so step 10 is the best, and the training loss has"
+            " fallen since then",
+        )
+        check_overfits(
+            overfits,
+            make_log(3.0, 3.5),
+            False,
+            "from 3.0 to 3.5 with a margin of 0.5: a rise of exactly the margin is not more than"
+            " it",
+            margin=0.5,
+        )
+
+
 def task5_overfits(overfits: Answer) -> None:
     """Three runs, and short logs."""
     _check_three_runs(overfits)
     _check_validation_loss(overfits)
     _check_training_loss(overfits)
     _check_margin(overfits)
+    _check_odd_logs(overfits)
 
 
 # ----------------------------------------------------------------------------------- 6, temperature
@@ -928,6 +1095,14 @@ def _task6_temperature_5(next_token_probabilities: Answer) -> None:
             0.1,
             [1.0, 0.0],
             "1e38 / 0.1 is too large for a float: subtract the maximum before you divide",
+        )
+        check_probabilities(
+            next_token_probabilities,
+            torch.tensor([1e38, 0.9e38]),
+            0.1,
+            [1.0, 0.0],
+            "1e38 / 0.1 and 0.9e38 / 0.1 are both too large for a float, and cut off they look"
+            " equal: subtract the maximum before you divide",
         )
         second = 1 / (1 + math.exp(10))
         check_probabilities(

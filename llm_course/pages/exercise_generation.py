@@ -1,6 +1,7 @@
 """The visible checks of exercise 10, writing: each says what is wrong with an answer."""
 
 import codecs
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -388,16 +389,24 @@ def typical_loop(row: list[float], p: float, rule: str = "right") -> set[int]:
         "probable": lambda i: surprise[i],
         "farthest": lambda i: -abs(surprise[i] - entropy),
         "bits": lambda i: abs(surprise[i] - entropy / math.log(2)),
+        "mean": lambda i: abs(surprise[i] - sum(surprise) / len(row)),
     }
     order = sorted(range(len(row)), key=keys.get(rule, lambda i: abs(surprise[i] - entropy)))
+    added = [probs[i] for i in order]
+    if rule == "unsorted":
+        added = probs
+    if rule == "by_probability":
+        added = sorted(probs, reverse=True)
     kept: list[int] = []
     mass = 0.0
-    for i in order:
-        crosses = mass + probs[i] >= p and (rule == "none" or rule == "crossing" and kept)
+    for i, q in zip(order, added, strict=True):
+        crosses = mass + q >= p and (rule == "none" or rule == "crossing" and kept)
         if mass >= p or crosses:
             break
         kept.append(i)
-        mass += probs[i]
+        mass += q
+    if rule == "complement":
+        return {i for i, q in enumerate(probs) if i not in kept and q > 0}
     if rule == "sorted":
         return set(range(len(kept)))
     if rule == "inverse":
@@ -407,10 +416,25 @@ def typical_loop(row: list[float], p: float, rule: str = "right") -> set[int]:
 
 TYPICAL_SLIPS = {
     "probable": (
-        "the most probable come first: that is top-p, or the distance lacks its absolute value"
+        "the most probable come first: that is top-p, or the distance lacks its absolute value, or"
+        " the minus of the surprise"
     ),
     "farthest": "the farthest come first; the nearest must",
     "bits": "the entropy is in bits and the surprise in nats",
+    "mean": (
+        "you compare with the plain mean of the surprises; in the entropy, each counts with its"
+        " probability"
+    ),
+    "unsorted": (
+        "the probabilities are summed in the order of the tokens; bring them into the order of the"
+        " distances first, by gather"
+    ),
+    "by_probability": (
+        "the probabilities are summed from the largest down; sum them in the order of the distances"
+    ),
+    "complement": (
+        "what should go stays, and what should stay goes: the mask is the wrong way round"
+    ),
     "sorted": "the mask is still in sorted order; bring it back to the order of the tokens",
     "inverse": "the mask is brought back with `index` itself; the way back is `index.argsort(-1)`",
     "none": "the token that crosses the line is dropped, even if it is the first",
@@ -422,7 +446,14 @@ def check_typical(keep_typical: Answer, logits: Tensor, p: float) -> None:
     """Task 2: the right tokens stay, with the logits that they had."""
     before = logits.clone()
     with forbid(keep_top_p, keep_min_p, keep_top_k):
-        found = keep_typical(logits, p)
+        try:
+            found = keep_typical(logits, p)
+        except RuntimeError as error:
+            assert "must match" not in str(error), (
+                f"two tensors don't fit, for logits {tuple(logits.shape)}: {error}. A number for"
+                " each row, such as the entropy, needs keepdim=True"
+            )
+            raise
     assert logits.equal(before), "keep_typical changed its argument; return a new tensor"
     assert isinstance(found, Tensor), (
         f"keep_typical returned a {type(found).__name__}, expected a tensor"
@@ -431,18 +462,22 @@ def check_typical(keep_typical: Answer, logits: Tensor, p: float) -> None:
         f"the shape is {tuple(found.shape)}, expected {tuple(logits.shape)}"
     )
     assert not found.isnan().any(), "the result holds NaN: in the entropy, 0 times -inf counts 0"
+    for i, row in enumerate(before.tolist()):
+        _check_row(i, row, found[i], p, functools.partial(_typical_slip, before, found, p))
+
+
+def _typical_slip(before: Tensor, found: Tensor, p: float) -> str:
+    """What to say to a result, by the slip that gives it in all rows."""
     stay = [{j for j, x in enumerate(row) if x > -math.inf} for row in found.tolist()]
     same = (
         why
         for rule, why in TYPICAL_SLIPS.items()
         if stay == [typical_loop(row, p, rule) for row in before.tolist()]
     )
-    slip = next(same, "Each row has its own entropy and its own order")
-    for i, row in enumerate(before.tolist()):
-        _check_row(i, row, found[i], p, slip)
+    return next(same, "Each row has its own entropy and its own order")
 
 
-def _check_row(i: int, row: list[float], found: Tensor, p: float, slip: str) -> None:
+def _check_row(i: int, row: list[float], found: Tensor, p: float, slip: Callable[[], str]) -> None:
     """One row of `check_typical`."""
     kept = {j for j, x in enumerate(found.tolist()) if x > -math.inf}
     right = typical_loop(row, p) if p < 1 else {j for j, x in enumerate(row) if x > -math.inf}
@@ -460,11 +495,15 @@ def _check_row(i: int, row: list[float], found: Tensor, p: float, slip: str) -> 
         )
     if kept != right and p == 1:
         raise AssertionError(
-            f"{said}. With p = 1 all stay; a sum of probabilities may reach 1 too early, by"
-            " rounding"
+            f"row {i}: {len(kept):,} of {len(right):,} tokens stay. With p = 1 all stay; a sum of"
+            " probabilities may reach 1 too early, by rounding"
         )
-    assert kept == right, f"{said}. {slip}"
-    assert all(found[j] == row[j] for j in right), f"row {i}: what stays must keep its logit"
+    assert kept == right, f"{said}. {slip()}"
+    changed = [j for j in right if found[j] != row[j]]
+    assert not changed, (
+        f"row {i}: what stays must keep its logit, but {row[changed[0]]:.4g} became"
+        f" {found[changed[0]]:.4g}"
+    )
 
 
 def check_without_best(answers: Answers) -> None:
@@ -917,6 +956,11 @@ def _explain_tokens(
 ) -> None:
     """Which slip leads to these tokens."""
     n = len(tokens)
+    vocabulary = model.config.vocab_size
+    assert k <= vocabulary or tokens != kept_beams(model, prompt, n, vocabulary)[0][1], (
+        f"{said}. That is what {vocabulary} beams find, one for each token of the vocabulary. You"
+        f" may keep {k}: from the second step on, all beams together have more candidates than one"
+    )
     ids = generate(model, torch.tensor([prompt]), max_new_tokens=n)
     greedy = ids[0, len(prompt) :].tolist()
     assert k == 1 or tokens != greedy, (
@@ -942,15 +986,16 @@ def check_searches(beam_search: Answer) -> None:
     best_first = random_model(2)
     check_beams(beam_search, "Task 5, one beam is greedy", best_first, [3, 1, 4], 4, 1)
     check_beams(beam_search, "Task 5, 3 beams", best_first, [3, 1, 4], 4, 3)
-    few = random_model(15, vocab_size=4)
     every = torch.tensor(list(itertools.product(range(4), repeat=3)))  # all 64 texts of 3 tokens
-    with torch.no_grad():
-        texts = torch.cat((torch.tensor([[0, 2]]).expand(64, 2), every), dim=1)
-        of_all = few(texts).logits[:, 1:-1].log_softmax(-1)
-    of_all = of_all.gather(2, every[..., None]).sum(dim=(1, 2))
-    best = (of_all.max().item(), every[of_all.argmax()].tolist())
-    name = "Task 5, 16 beams of 4 tokens find the best of all"
-    check_beams(beam_search, name, few, [0, 2], 3, 16, best=best)
+    for seed, prompt in ((15, [0, 2]), (2, [0, 1])):
+        few = random_model(seed, vocab_size=4)
+        with torch.no_grad():
+            texts = torch.cat((torch.tensor([prompt]).expand(64, 2), every), dim=1)
+            of_all = few(texts).logits[:, 1:-1].log_softmax(-1)
+        of_all = of_all.gather(2, every[..., None]).sum(dim=(1, 2))
+        best = (of_all.max().item(), every[of_all.argmax()].tolist())
+        name = f"Task 5, 16 beams of 4 tokens after {prompt} find the best of all"
+        check_beams(beam_search, name, few, prompt, 3, 16, best=best)
 
 
 def check_uses(answers: Answers) -> None:

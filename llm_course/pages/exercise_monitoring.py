@@ -1177,30 +1177,49 @@ def estimate(steps: Any, validation_steps: Any, step_seconds: Any) -> Any:
     )
 
 
-def walk(cost: Any, steps: Any, eval_interval: Any, save_interval: Any, save_seconds: Any) -> Any:
-    """How long after each step of a run it would be over, if this were its last; walked step by
-    step.
-    """
-    dates = [n for n in range(1, cost.steps + 1) if n % eval_interval == 0 or n == cost.steps]
-    validation = cost.validation_steps * cost.step_seconds / len(dates)
-    now = 0.0
-    ends = [0.0]
-    for n in range(1, steps + 1):
-        now += cost.step_seconds
-        # the last step has both, whatever the intervals
-        ends.append(now + validation + save_seconds)
-        now += validation * (n % eval_interval == 0) + save_seconds * (n % save_interval == 0)
-    return ends
+class Plan(NamedTuple):
+    """A run as it was planned, and what its parts take."""
+
+    steps: int
+    per_validation: float  # in steps
+    step_seconds: float
+    eval_interval: int
+    save_interval: int
+    save_seconds: float
+
+    @property
+    def cost(self) -> RunEstimate:
+        """The estimate of the run."""
+        validations = -(-self.steps // self.eval_interval)
+        return estimate(self.steps, self.per_validation * validations, self.step_seconds)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a student's function is told besides the estimate."""
+        names = ("eval_interval", "save_interval", "save_seconds")
+        return {name: getattr(self, name) for name in names}
+
+    def ends(self, steps: int) -> list[float]:
+        """How long after each step a run would be over, if this were its last; step by step."""
+        dates = [
+            n for n in range(1, self.steps + 1) if n % self.eval_interval == 0 or n == self.steps
+        ]
+        validation = self.cost.validation_steps * self.step_seconds / len(dates)
+        now = 0.0
+        ends = [0.0]
+        for n in range(1, steps + 1):
+            now += self.step_seconds
+            # the last step has both, whatever the intervals
+            ends.append(now + validation + self.save_seconds)
+            now += validation * (n % self.eval_interval == 0)
+            now += self.save_seconds * (n % self.save_interval == 0)
+        return ends
 
 
-def run_slips(
-    cost: RunEstimate, steps: int, planned: int, per_validation: float, settings: Any
-) -> dict[float, str]:
-    """What leads to a wrong time of a run."""
-    eval_interval = settings["eval_interval"]
-    save_interval = settings["save_interval"]
-    save_seconds = settings["save_seconds"]
-    pace = cost.step_seconds
+def run_slips(plan: Plan, steps: int) -> dict[float, str]:
+    """What leads to a wrong time of a run of so many steps."""
+    planned, per_validation, pace, eval_interval, save_interval, save_seconds = plan
+    cost = plan.cost
     v = per_validation * pace
     evals = -(-steps // eval_interval)
     alone = steps * pace
@@ -1263,32 +1282,16 @@ def estimate_slips(
     return slips
 
 
-def check_seconds(
-    answers: Answers,
-    steps: Any,
-    planned: Any,
-    per_validation: Any,
-    step_seconds: Any,
-    eval_interval: Any,
-    save_interval: Any,
-    save_seconds: Any,
-) -> None:
-    """`per_validation` in steps."""
-    count = -(-planned // eval_interval)
-    cost = estimate(planned, per_validation * count, step_seconds)
-    settings = {
-        "eval_interval": eval_interval,
-        "save_interval": save_interval,
-        "save_seconds": save_seconds,
-    }
+def check_seconds(answers: Answers, steps: int, plan: Plan) -> None:
+    cost = plan.cost
     what = (
-        f"a run of {steps} steps of {step_seconds} s, {settings}, from an estimate of {planned}"
-        f" steps with {cost.validation_steps:g} validation_steps"
+        f"a run of {steps} steps of {plan.step_seconds} s, {plan.settings}, from an estimate of"
+        f" {plan.steps} steps with {cost.validation_steps:g} validation_steps"
     )
     with case(f"Task 6, {what}"):
-        found = expect_number(answers["run_seconds"](cost, steps, **settings), "the result")
-        right = walk(cost, steps, eval_interval, save_interval, save_seconds)[steps]
-        slips = run_slips(cost, steps, planned, per_validation, settings)
+        found = expect_number(answers["run_seconds"](cost, steps, **plan.settings), "the result")
+        right = plan.ends(steps)[steps]
+        slips = run_slips(plan, steps)
         why = next(
             (text for value, text in slips.items() if same_number(found, value)),
             "write down what is done after each step",
@@ -1300,18 +1303,17 @@ def check_seconds(
 
 def task6_seconds(answers: Answers, more: bool = False) -> None:
     """The time of a run."""
-    check_seconds(answers, 20, 20, 3.0, 0.5, 5, 10, 3.5)
-    check_seconds(answers, 7, 30, 3.0, 0.5, 5, 3, 3.5)
-    check_seconds(answers, 43, 20, 1.5, 0.25, 8, 9, 1.0)
+    check_seconds(answers, 20, Plan(20, 3.0, 0.5, 5, 10, 3.5))
+    check_seconds(answers, 7, Plan(30, 3.0, 0.5, 5, 3, 3.5))
+    check_seconds(answers, 43, Plan(20, 1.5, 0.25, 8, 9, 1.0))
     if more:
-        check_seconds(answers, 0, 20, 2.0, 0.5, 5, 10, 4.0)
-        check_seconds(answers, 1, 7, 3.0, 0.25, 4, 100, 8.0)
-        check_seconds(answers, 12, 7, 0.5, 2.0, 100, 1, 0.5)
+        check_seconds(answers, 0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+        check_seconds(answers, 1, Plan(7, 3.0, 0.25, 4, 100, 8.0))
+        check_seconds(answers, 12, Plan(7, 0.5, 2.0, 100, 1, 0.5))
         for seed in range(12):
             r = random.Random(seed)
-            check_seconds(
-                answers,
-                r.randint(1, 90),
+            steps = r.randint(1, 90)
+            plan = Plan(
                 r.randint(1, 90),
                 r.uniform(0.1, 9),
                 r.uniform(0.1, 3),
@@ -1319,6 +1321,7 @@ def task6_seconds(answers: Answers, more: bool = False) -> None:
                 r.randint(1, 20),
                 r.uniform(0, 9),
             )
+            check_seconds(answers, steps, plan)
 
 
 def fit_slip(number: float, right: int, planned: int, *, exact: bool, steps: float) -> str:
@@ -1341,45 +1344,29 @@ def fit_slip(number: float, right: int, planned: int, *, exact: bool, steps: flo
     return "so a longer one fits"
 
 
-def check_fits(
-    answers: Answers,
-    seconds: Any,
-    planned: Any,
-    per_validation: Any,
-    step_seconds: Any,
-    eval_interval: Any,
-    save_interval: Any,
-    save_seconds: Any,
-) -> None:
-    cost = estimate(planned, per_validation * -(-planned // eval_interval), step_seconds)
-    settings = {
-        "eval_interval": eval_interval,
-        "save_interval": save_interval,
-        "save_seconds": save_seconds,
-    }
+def check_fits(answers: Answers, seconds: float, plan: Plan) -> None:
+    pace = plan.step_seconds
     what = (
-        f"a budget of {seconds:g} s, steps of {step_seconds:g} s, {settings}, validations of"
-        f" {per_validation:g} steps, {planned} steps planned"
+        f"a budget of {seconds:g} s, steps of {pace:g} s, {plan.settings}, validations of"
+        f" {plan.per_validation:g} steps, {plan.steps} steps planned"
     )
     with case(f"Task 6, {what}"):
-        found = answers["what_fits"](cost, seconds=seconds, **settings)
+        found = answers["what_fits"](plan.cost, seconds=seconds, **plan.settings)
         number = expect_number(found, "the result")
         assert number == int(number) and number >= 0, (
             f"what_fits returns {number:g}, expected a whole number from 0 on"
         )
-        assert number * step_seconds <= seconds, (
-            f"what_fits returns {number:g}, but these steps alone take {number * step_seconds:g} s"
+        assert number * pace <= seconds, (
+            f"what_fits returns {number:g}, but these steps alone take {number * pace:g} s"
         )
-        ends = walk(
-            cost, int(seconds / step_seconds) + 2, eval_interval, save_interval, save_seconds
-        )
+        ends = plan.ends(int(seconds / pace) + 2)
         right = max(n for n, end in enumerate(ends) if end <= seconds)
         takes = (
             f"{number:g} steps take {ends[int(number)]:g} s, {right} take {ends[right]:g} s and"
             f" {right + 1} take {ends[right + 1]:g} s"
         )
         exact = ends[right] == seconds
-        why = fit_slip(number, right, planned, exact=exact, steps=ends[right] / step_seconds)
+        why = fit_slip(number, right, plan.steps, exact=exact, steps=ends[right] / pace)
         assert number == right, f"what_fits returns {number:g}, expected {right}. {takes}: {why}"
         assert isinstance(found, int), (
             f"what_fits returns a {type(found).__name__}, expected an int"
@@ -1388,20 +1375,19 @@ def check_fits(
 
 def task6_fits(answers: Answers, more: bool = False) -> None:
     """The longest run that fits."""
-    check_fits(answers, 50.0, 20, 2.0, 0.5, 5, 10, 4.0)
-    check_fits(answers, 26.0, 20, 2.0, 0.5, 5, 10, 4.0)
-    check_fits(answers, 5.0, 20, 2.0, 0.5, 5, 10, 4.0)
+    check_fits(answers, 50.0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+    check_fits(answers, 26.0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+    check_fits(answers, 5.0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
     if more:
-        check_fits(answers, 4000.0, 20, 2.0, 0.5, 5, 10, 4.0)
-        check_fits(answers, 0.0, 20, 2.0, 0.5, 5, 10, 4.0)
-        check_fits(answers, 5.5, 20, 2.0, 0.5, 5, 10, 4.0)
-        check_fits(answers, 24.75, 20, 1.0, 0.25, 7, 3, 2.0)
-        check_fits(answers, 64.0, 3, 0.0, 1.0, 4, 4, 0.0)
+        check_fits(answers, 4000.0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+        check_fits(answers, 0.0, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+        check_fits(answers, 5.5, Plan(20, 2.0, 0.5, 5, 10, 4.0))
+        check_fits(answers, 24.75, Plan(20, 1.0, 0.25, 7, 3, 2.0))
+        check_fits(answers, 64.0, Plan(3, 0.0, 1.0, 4, 4, 0.0))
         for seed in range(10):
             r = random.Random(seed)
-            check_fits(
-                answers,
-                r.randint(0, 400) / 4,
+            seconds = r.randint(0, 400) / 4
+            plan = Plan(
                 r.randint(1, 60),
                 r.randint(0, 8) / 4,
                 r.choice([0.25, 0.5, 1.0]),
@@ -1409,6 +1395,7 @@ def task6_fits(answers: Answers, more: bool = False) -> None:
                 r.randint(1, 20),
                 r.randint(0, 20) / 4,
             )
+            check_fits(answers, seconds, plan)
 
 
 # ------------------------------------------------------------------- 7, how far each layer moves

@@ -364,9 +364,15 @@ def course_config(
 
 
 def convert_gpt2(
-    gpt2_to_course: Answer, what: str, state: State, num_layers: int, num_heads: int, C: int
-) -> tuple[State, DecoderModel]:
-    """The student's dict, with its names and shapes checked, and a model for it."""
+    gpt2_to_course: Answer,
+    what: str,
+    num_layers: int = 2,
+    num_heads: int = 2,
+    C: int = 8,
+    **options: Any,
+) -> tuple[State, State, DecoderModel]:
+    """A tiny GPT-2, the student's dict, with its names and shapes checked, and a model for it."""
+    state = tiny_gpt2(num_layers, C, **options)
     before = {key: tensor.clone() for key, tensor in state.items()}
     with case(what), forbid(families, pretrained):
         new = gpt2_to_course(state, num_layers)
@@ -398,7 +404,7 @@ def convert_gpt2(
         assert tuple(tensor.shape) == expected, (
             f"{what}: {key} has the shape {tuple(tensor.shape)}, expected {expected}{why}"
         )
-    return new, model
+    return before, new, model
 
 
 def _check_names(what: str, new: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -416,18 +422,10 @@ def _check_names(what: str, new: Mapping[str, Any], ours: Mapping[str, Any]) -> 
     assert not missing, f"{what}: {len(missing)} tensors are missing, the first is {missing[0]}"
 
 
-def check_names(
-    gpt2_to_course: Answer,
-    what: str,
-    num_layers: int = 2,
-    num_heads: int = 2,
-    C: int = 8,
-    **options: Any,
-) -> None:
-    """Names and shapes of one conversion."""
+def check_names(gpt2_to_course: Answer, what: str, *sizes: int, **options: Any) -> None:
+    """Names and shapes of one conversion, of the sizes and options of `convert_gpt2`."""
     with case("Task 2, names"):
-        state = tiny_gpt2(num_layers, C, **options)
-        convert_gpt2(gpt2_to_course, what, state, num_layers, num_heads, C)
+        convert_gpt2(gpt2_to_course, what, *sizes, **options)
 
 
 def task2_names(gpt2_to_course: Answer) -> None:
@@ -462,18 +460,10 @@ def _explain_tensor(what: str, key: str, tensor: Tensor, right: State, plain: St
     )
 
 
-def check_gpt2(
-    gpt2_to_course: Answer,
-    what: str,
-    num_layers: int = 2,
-    num_heads: int = 2,
-    C: int = 8,
-    **options: Any,
-) -> None:
-    """The numbers of one conversion, and the logits."""
+def check_gpt2(gpt2_to_course: Answer, what: str, *sizes: int, **options: Any) -> None:
+    """The numbers of one conversion, of the sizes and options of `convert_gpt2`, and the logits."""
     with case("Task 2, logits"):
-        state = tiny_gpt2(num_layers, C, **options)
-        new, model = convert_gpt2(gpt2_to_course, what, dict(state), num_layers, num_heads, C)
+        state, new, model = convert_gpt2(gpt2_to_course, what, *sizes, **options)
         plain = {key.removeprefix("transformer."): tensor for key, tensor in state.items()}
         right = {"lm_head.weight": plain["wte.weight"]}
         for rule in tensor_rules(GPT2, model.config, model.state_dict()):
@@ -484,8 +474,10 @@ def check_gpt2(
                 _explain_tensor(what, key, tensor, right, plain)
         model.load_state_dict(new)
         ids = random_ids(17, 12, seed=1)
+        shape = model.config
+        theirs = gpt2_logits(state, shape.num_layers, shape.num_heads, ids)
         with torch.no_grad():
-            off = (model(ids).logits - gpt2_logits(state, num_layers, num_heads, ids)).abs().max()
+            off = (model(ids).logits - theirs).abs().max()
         assert off < 1e-4, f"{what}: the logits differ by {off:.2g}"
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from operator import add
 from typing import Any
 
-from ..checks import check_choice
+from ..checks import check_choice, check_sizes
 
 # %% ../../nbs/01c_merging.ipynb #fc5b84ae
 def merge_in_word(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
@@ -75,10 +75,15 @@ class PairIndex:
 
     `words` maps each word, a string with one character per symbol, to its frequency. `tokens` are
     the bytes of the symbols so far, and each merge adds one. `ties` is the tie rule of
-    `learn_merges`; ValueError for an unknown one.
+    `learn_merges`. ValueError for an unknown one, for a negative frequency, and for a symbol
+    without bytes.
     """
 
     def __init__(self, words: Mapping[str, int], tokens: Sequence[bytes], *, ties: str = TIES[0]):
+        check_sizes(0, frequency=min(words.values(), default=0))
+        last = max(map(max, filter(None, words)), default="")
+        if last and ord(last) >= len(tokens):
+            raise ValueError(f"symbol {ord(last)} has no bytes: tokens has only {len(tokens)}")
         self.tokens = list(tokens)
         self._order = _order_of(ties, self.tokens)
         self._words = list(words)
@@ -103,7 +108,11 @@ class PairIndex:
         return None
 
     def merge(self, pair: str) -> None:
-        """Make one symbol of `pair` in every word that contains it."""
+        """Make one symbol of `pair` in every word that contains it; ValueError where none does."""
+        if pair not in self._places:
+            raise ValueError(
+                f"no word contains the pair {pair!r}: merge what most_frequent returns"
+            )
         self.tokens.append(self.tokens[ord(pair[0])] + self.tokens[ord(pair[1])])
         for changed, change in self._merge_in_words(pair, chr(len(self.tokens) - 1)).items():
             if change and changed != pair:
@@ -129,8 +138,9 @@ class PairIndex:
 def merge_by_rank(symbols: list[int], merged: Mapping[tuple[int, int], int]) -> list[int]:
     """Apply all merges to a list of symbols, which it uses up: lowest rank first, then leftmost.
 
-    `merged` maps a pair to the symbol that it becomes, which is larger for a later merge. Thanks to
-    a heap, n symbols take O(n log n) steps, so even a word of a megabyte is encoded quickly.
+    Symbols are whole numbers from 0, because a negative one marks what was merged away. `merged`
+    maps a pair to the symbol that it becomes, which is larger for a later merge. Thanks to a heap,
+    n symbols take O(n log n) steps, so even a word of a megabyte is encoded quickly.
     """
     end = len(symbols)
     look_up = merged.get

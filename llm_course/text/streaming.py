@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import regex
 
+from ..checks import check_lists
+
 # %% ../../nbs/01d_streaming.ipynb #53afd572
 def valid_text(text: str) -> str:
     """Return `text`; ValueError unless it is a str of valid Unicode."""
@@ -38,8 +40,14 @@ def _settled(pieces: Sequence[str]) -> int:
 
 # %% ../../nbs/01d_streaming.ipynb #99bdd885
 def any_of(names: Iterable[str]) -> str:
-    """Return a regular expression for any of `names`; where several match, it takes the longest."""
-    longest_first = sorted(names, key=len, reverse=True)
+    """Return a regular expression for any of `names`; where several match, it takes the longest.
+
+    ValueError for an empty name, which would match everywhere, and for a single string.
+    """
+    check_lists(names=names)
+    longest_first = sorted(map(valid_text, names), key=len, reverse=True)
+    if "" in longest_first:
+        raise ValueError("names has an empty one, which would match everywhere: leave it out")
     return "|".join(map(regex.escape, longest_first)) or "(?!)"  # (?!) matches nowhere
 
 
@@ -58,6 +66,7 @@ def settled_parts(
     `pieces_of` cuts text into pieces that are encoded independently, and `names` are those of the
     special tokens. The end of the text so far is held back until it is clear how it continues.
     """
+    check_lists(names=names)
     names = list(names)
     name = regex.compile(any_of(names))
     longest = max(map(len, names), default=1)

@@ -17,6 +17,25 @@ from tokenizers import Tokenizer, models
 from .bpe import BYTE_CHARACTERS, visible
 
 # %% ../../nbs/01e_tokenizer_files.ipynb #24a1e80f
+def _check_vocab(vocab: Any) -> None:
+    """ValueError unless every token of the vocabulary has a whole number of its own as its id."""
+    if not isinstance(vocab, Mapping):
+        raise ValueError(f"the vocabulary is a {type(vocab).__name__}: map each token to its id")
+    owners: dict[int, str] = {}
+    for token, i in vocab.items():
+        if not isinstance(i, int) or i < 0:
+            raise ValueError(f"the token {token!r} has the id {i!r}: it must be 0 or more")
+        if owners.setdefault(i, token) != token:
+            raise ValueError(f"the tokens {owners[i]!r} and {token!r} have the same id, {i}")
+
+
+def _parts(merge: Any) -> list[str]:
+    """The tokens that a merge joins, however it is written."""
+    if isinstance(merge, str):
+        return merge.split(" ")
+    return [str(part) for part in merge] if isinstance(merge, Sequence) else [str(merge)]
+
+
 def merges_from_tokens(
     vocab: Mapping[str, int], merges: Iterable[Sequence[str]]
 ) -> tuple[list[tuple[int, int]], list[int], dict[str, int]]:
@@ -24,11 +43,14 @@ def merges_from_tokens(
 
     GPT-2's own files and `tokenizer.json` contain such tables. Returns the merges as pairs of
     symbols, the id of each symbol, and the special tokens: the entries that are neither a byte nor
-    the result of a merge. ValueError names the first merge or entry that is wrong.
+    the result of a merge. A merge is a list of two tokens or, as in older files, a text with a
+    space between them. ValueError names the first merge or entry that is wrong.
     """
+    _check_vocab(vocab)
     symbols = {character: symbol for symbol, character in enumerate(BYTE_CHARACTERS.values())}
     pairs = []
-    for number, merge in enumerate(merges):
+    for number, written in enumerate(merges):
+        merge = _parts(written)
         token = "".join(merge)
         if (
             len(merge) != 2
@@ -65,9 +87,9 @@ def read_gpt2_files(vocab_json: str | Path, merges_txt: str | Path) -> Tables:
 def read_tables(state: Any) -> Tables:
     """Read the tables of a parsed `tokenizer.json`; ValueError if it has none."""
     model = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(model, dict) or not {"vocab", "merges"} <= model.keys():
+    if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
         raise ValueError("it holds no BPE model")
-    return merges_from_tokens(model["vocab"], model["merges"])
+    return merges_from_tokens(model.get("vocab", {}), model["merges"])
 
 # %% ../../nbs/01e_tokenizer_files.ipynb #2e0d115a
 def read_with_library(text: str) -> Tokenizer:
@@ -92,9 +114,14 @@ def read_with_library(text: str) -> Tokenizer:
 
 
 def byte_pieces(tokenizer: Tokenizer, text: str) -> list[str]:
-    """Cut `text` as the library does before it merges: words in GPT-2's visible characters."""
+    """Cut `text` as the library does before it merges: words in GPT-2's visible characters.
+
+    A tokenizer without a rule for cutting leaves the text in one piece, as it is.
+    """
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is None:
+        return [text]
     return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_choice
+from ..checks import check_choice, check_numbers
 from .config import Config
+from .sources import flatten
 
 # %% ../../nbs/20b_bands.ipynb #bandssettings
 # what a run writes, where and with what it computes: none of it moves the loss
@@ -43,23 +44,13 @@ _ELSEWHERE = (
 _KNOBS = ("optimization.", "model.dropout", "training.max_grad_norm")
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _flat(value, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
-
-
 def curve_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that decide how the loss falls: the task, and the knobs, each by its path.
 
     The task is what is learned (text, tokenizer, model, batch, length); two runs of one task can be
     compared. The knobs are what may be turned meanwhile: the optimizer's settings, and dropout.
     """
-    settings = _flat(asdict(config))
+    settings = flatten(asdict(config))
     processes = config.distributed.world_size
     batch = settings.pop("training.batch_size") * processes
     settings["training.rows"] = batch * settings.pop("training.gradient_accumulation_steps")
@@ -88,7 +79,15 @@ class Interval(NamedTuple):
 
 
 def _on_grid(curve: Sequence[Sequence[float]], grid: np.ndarray) -> np.ndarray:
-    targets, values = np.array(curve, dtype=float).T
+    """The logarithms of a curve's values at the targets of `grid`."""
+    points = np.array(curve, dtype=float)  # (points, 2)
+    fits = points.ndim == 2 and points.shape[1] == 2
+    if not fits or not np.isfinite(points).all() or (points[:, 1] <= 0).any():
+        raise ValueError(
+            f"the curve {str(curve)[:60]} must hold pairs of targets and a value that is positive"
+            " and finite: leave out a run that diverged"
+        )
+    targets, values = points.T
     return np.interp(grid, targets, np.log(values))
 
 
@@ -105,13 +104,18 @@ class Band:
     point the spread is the standard deviation over the seeds, its square averaged with the
     neighbours', and at least two percent. With n seeds a new run differs from their mean by sqrt(1
     + 1/n) such spreads; that is one unit of `deviations`, and a band is `WIDTH` of them on each
-    side.
+    side. ValueError for fewer than two runs, and for values that aren't positive and finite.
     """
 
     WIDTH = 4.0
     LEAST_SPREAD = 0.02
 
     def __init__(self, name: str, entry: Mapping[str, Any]):
+        if len(entry["runs"]) < 2:
+            raise ValueError(
+                f"the band {name} has {len(entry['runs'])} runs, and a spread needs at least two:"
+                " record other seeds, too"
+            )
         self.name = name
         self.task: dict[str, Any] = entry["task"]
         self.knobs: dict[str, Any] = entry["knobs"]
@@ -130,16 +134,20 @@ class Band:
         return float(np.interp(targets, grid, middle)), float(np.interp(targets, grid, spread))
 
     def interval(self, column: str, targets: float) -> Interval:
-        """Where `column` is expected after this many targets."""
+        """Where `column` is expected after this many targets, from 0 on."""
+        check_numbers("[0, inf)", targets=targets)
         middle, spread = self._at(column, targets)
         ends = (math.exp(middle + sign * self.WIDTH * spread) for sign in (-1, 0, 1))
         return Interval(*ends)
 
     def deviations(self, column: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """How far the rows that have this column are from the middle: + above, - below."""
+        """How far the rows that have this column are from the middle: + above, - below.
+
+        A value without a logarithm (zero, NaN, infinite) is left out.
+        """
         found = []
         for row in rows:
-            if row.get(column, 0) > 0:
+            if 0 < row.get(column, 0) < math.inf:
                 middle, spread = self._at(column, row["targets"])
                 found.append((math.log(row[column]) - middle) / spread)
         return found

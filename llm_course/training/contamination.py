@@ -11,17 +11,17 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..checks import check_lists, check_numbers, check_sizes
+from ..text.streaming import valid_text
 
 # %% ../../nbs/21d_contamination.ipynb #b21d006
 def word_ngrams(text: str, n: int) -> list[int]:
     """The hash of each run of `n` words; case and punctuation don't count.
 
-    A text with fewer words is a single run.
+    A text with fewer words has none. ValueError for an `n` below 1, and for what isn't a text.
     """
-    words = re.findall(r"\w+", text.casefold())
-    if not words:
-        return []
-    return [hash(tuple(words[i : i + n])) for i in range(max(1, len(words) - n + 1))]
+    check_sizes(n=n)
+    words = re.findall(r"\w+", valid_text(text).casefold())
+    return [hash(tuple(words[i : i + n])) for i in range(len(words) - n + 1)]
 
 
 class NgramIndex:
@@ -36,9 +36,17 @@ class NgramIndex:
         self._seen = {ngram for text in documents for ngram in word_ngrams(text, n)}
 
     def overlap(self, text: str) -> float:
-        """The share of a text's runs that the training text has; 0 for a text without words."""
+        """The share of a text's runs that the training text has.
+
+        ValueError for a text with fewer than `n` words: it could never be found.
+        """
         found = word_ngrams(text, self.n)
-        return sum(ngram in self._seen for ngram in found) / max(1, len(found))
+        if not found:
+            raise ValueError(
+                f"the text {text[:60]!r} has fewer than n={self.n} words, so it would never be"
+                " found: choose a smaller n, or leave it out"
+            )
+        return sum(ngram in self._seen for ngram in found) / len(found)
 
 # %% ../../nbs/21d_contamination.ipynb #b21d008
 class Leak(NamedTuple):
@@ -51,7 +59,10 @@ class Leak(NamedTuple):
 def find_leaks(
     documents: Iterable[str], questions: Sequence[str], *, n: int = 13, threshold: float = 0.5
 ) -> list[Leak]:
-    """The questions of which at least a share `threshold` of the runs was in the training text."""
+    """The questions of which at least a share `threshold` of the runs was in the training text.
+
+    ValueError for a question of fewer than `n` words.
+    """
     check_lists(questions=questions)
     check_numbers("(0, 1]", threshold=threshold)
     index = NgramIndex(documents, n=n)

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import check_dtype, check_shape, check_sizes
 from ..model.decoder import DecoderModel
 from ..text.stories import entropy
 from ..text.token_file import TokenFile
 from ..text.tokenization import load_tokenizer
-from .bands import Band, find_band
+from .bands import COLUMNS, Band, find_band
 from .callbacks import read_metrics
 from .checkpointing import CheckpointFolder, load_checkpoint
 from .config import Config
@@ -42,19 +43,35 @@ class TextFacts(NamedTuple):
     tokenizer_fits: bool  # whether tokenizer.json is the one that encoded the text
 
 
+def _token_ids(name: str, ids: Any) -> np.ndarray:
+    """`ids` as an array; ValueError unless it is one row of whole numbers, and not empty."""
+    ids = np.asarray(ids)
+    check_shape(name, ids, (None,), "(tokens,)")
+    if ids.dtype.kind not in "iu" or len(ids) == 0:
+        raise ValueError(f"{name} has {len(ids)} numbers of dtype {ids.dtype}: give token ids")
+    return ids
+
+
 def unigram_entropy(ids: np.ndarray) -> float:
-    """The entropy of the tokens' frequencies, in nats per token."""
-    counts = np.bincount(ids)
+    """The entropy of the tokens' frequencies, in nats per token. ValueError for no tokens."""
+    counts = np.bincount(_token_ids("ids", ids))
     shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
+    return max(0.0, float(-(shares * np.log(shares)).sum()))  # and not -0.0
 
 
 def shared_share(val: np.ndarray, train: np.ndarray, *, window: int = 64) -> float:
-    """The share of `val` that `train` repeats, in pieces of `window` tokens, which chance doesn't.
+    """The share of `val` that `train` repeats, in pieces of `window` tokens.
 
-    Looks at the first 200,000 tokens of `val`.
+    A shorter `val` is one piece. Looks at the first 200,000 tokens of `val`. The two may have
+    different integer types. ValueError for no tokens.
     """
-    val = val[:200_000]
+    val = _token_ids("val", val)
+    train = _token_ids("train", train)
+    check_sizes(window=window)
+    common = np.promote_types(val.dtype, train.dtype)  # so that equal ids have equal bytes
+    val = val[:200_000].astype(common, copy=False)
+    train = train.astype(common, copy=False)
+    window = min(window, len(val))
     pieces = {val[i : i + window].tobytes() for i in range(len(val) - window + 1)}
     starts = range(0, len(train) - window + 1, window)
     found = {train[i : i + window].tobytes() for i in starts} & pieces
@@ -107,8 +124,18 @@ def losses_by_offset(
 ) -> dict[int, float]:
     """The mean loss where the target of each position is the token `offset` places further on.
 
-    ids (B, T): the model reads all but the first and the last two of each row.
+    ids (B, T), with T of at least 4: the model reads all but the first and the last two of each
+    row. ValueError for an offset outside -1 to 2, where no target is left.
     """
+    check_shape("ids", ids, (None, None), "(B, T)")
+    check_dtype("ids", ids, "integer")
+    if len(ids) == 0 or ids.shape[1] < 4:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: give rows of at least four tokens")
+    for offset in offsets:
+        check_sizes(-1, offset=offset)
+        if offset > 2:
+            raise ValueError(f"offset={offset} must be from -1 to 2: a row has no token behind it")
+    ids = ids.long()
     inputs = ids[:, 1:-2]
     logits = model(inputs).logits
     length = inputs.shape[1]
@@ -123,9 +150,9 @@ _TOKENS = 8192  # to measure with: a second for a small model
 
 
 def _validation_rows(config: Config) -> Tensor:
-    """The beginning of the validation text, in rows of T + 3 tokens."""
+    """The beginning of the validation text, in rows of T + 3 tokens, or one shorter row."""
     val = TokenFile(Path(config.run_dir, "data", "val.tokens"))
-    width = config.data.sequence_length + 3
+    width = min(config.data.sequence_length + 3, len(val))
     rows = max(1, min(_TOKENS, len(val)) // width)
     return torch.from_numpy(val[: rows * width].astype(np.int64)).view(rows, width)
 
@@ -220,7 +247,12 @@ def read_evidence(run_dir: str | Path) -> Evidence:
         raise ValueError(f"{run_dir} holds no run: it has no config.yaml")
     config = replace(read_config(saved), run_dir=str(run_dir))
     path = config.log_dir / "metrics.jsonl"
-    rows = [row for row in read_metrics(path) if "loss" in row] if path.is_file() else []
+    rows = read_metrics(path) if path.is_file() else []
+    rows = [
+        {name: math.nan if value is None else value for name, value in row.items()}
+        for row in rows  # in which null is how other programs write NaN
+        if {"loss", "targets"} <= row.keys()
+    ]
     text = read_text(config)
     if not rows or text is None:
         missing = "metrics.jsonl has no row yet" if text else "it has no prepared text"
@@ -249,6 +281,22 @@ def _rule(kind: str, advice: str) -> Callable[[Rule], Rule]:
     return add
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagrules_data
+@_rule(
+    "not finite",
+    "Look at the batches of that step; try a lower learning rate, or training.precision=fp32.",
+)
+def _not_finite(e: Evidence) -> str | None:
+    skipped = 0
+    for row in e.rows:
+        was_skipped = row.get("skipped_steps", 0) > skipped  # by the scaler of fp16
+        skipped = row.get("skipped_steps", 0)
+        for column in COLUMNS:
+            excused = was_skipped and column == "grad_norm"
+            if not math.isfinite(row.get(column, 0.0)) and not excused:
+                return f"{column} is {row[column]} at step {row['step']}"
+    return None
+
+
 @_rule(
     "tokenizer",
     "Use the tokenizer that the text and the weights were made with, or prepare the data again.",
@@ -293,6 +341,8 @@ def _not_as_scheduled(e: Evidence) -> str | None:
     if max_steps is None or optimization.plateau_factor is not None:
         return None
     for row in e.rows:
+        if "learning_rate" not in row:
+            continue
         done = row["step"] - 1 - row.get("skipped_steps", 0)
         factor = learning_rate_factor(max(done, 0), optimization, max_steps=max_steps)
         wanted = optimization.learning_rate * factor
@@ -304,19 +354,24 @@ def _not_as_scheduled(e: Evidence) -> str | None:
     return None
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagrules_weights
+def _log_ratio(a: float, b: float) -> float:
+    """ln(a / b); a loss of zero, of a run that has no targets, counts as next to nothing."""
+    return math.log(max(a, 1e-9) / max(b, 1e-9))
+
+
 @_rule("loss scale", "Divide the summed loss by the number of targets, once, in nats.")
 def _loss_scale(e: Evidence) -> str | None:
     if e.config.init_from is not None:
         return None
     share = e.first / e.uniform
     expected = e.band.interval("loss", e.rows[0]["targets"]).middle / e.uniform if e.band else 1.0
-    is_off = abs(math.log(share / expected)) > 0.1
+    is_off = abs(_log_ratio(share, expected)) > 0.1
     if is_off and e.weights is not None and e.weights.recorded is not None:
-        again = e.weights.recorded / e.weights.by_offset[1]
-        if abs(math.log(again)) > 0.1 and abs(math.log(again * expected / share)) < 0.15:
+        again = _log_ratio(e.weights.recorded, e.weights.by_offset[1])
+        if abs(again) > 0.1 and abs(again - _log_ratio(share, expected)) < 0.15:
             return (
-                f"all losses are {again:.2f} times what they should be: the first, and that of the"
-                " checkpoint when it is measured again"
+                f"all losses are {math.exp(again):.2f} times what they should be: the first, and"
+                " that of the checkpoint when it is measured again"
             )
     if share > 1.15:
         return (
@@ -334,7 +389,7 @@ def _shifted(e: Evidence) -> str | None:
     losses = e.weights.by_offset
     best = min(losses, key=lambda offset: losses[offset])
     recorded = e.weights.recorded
-    is_recorded = recorded is not None and abs(math.log(recorded / losses[best])) < 0.15
+    is_recorded = recorded is not None and abs(_log_ratio(recorded, losses[best])) < 0.15
     if losses[best] > 0.8 * losses[1] or not is_recorded:
         return None
     return (
@@ -405,12 +460,14 @@ def _overfits(e: Evidence) -> str | None:
 
 @_rule("gradient scale", "Divide the gradient by the targets of the whole step, once.")
 def _gradient_scale(e: Evidence) -> str | None:
-    norms = [row["grad_norm"] for row in e.rows]
-    typical = statistics.median(norms)
+    rows = [row for row in e.rows if "grad_norm" in row]
+    if not rows:
+        return None
+    typical = statistics.median(row["grad_norm"] for row in rows)
     if e.band is None:
         return f"the median gradient norm is {typical:.3g}" if typical > 100 else None
     expected = statistics.median(
-        e.band.interval("grad_norm", row["targets"]).middle for row in e.rows
+        e.band.interval("grad_norm", row["targets"]).middle for row in rows
     )
     factor = typical / expected
     if factor < 10 and (factor > 0.1 or e.outside("loss", "late") < 0):
@@ -497,7 +554,7 @@ def find_symptoms(e: Evidence) -> list[str]:
     """Where the curves leave their band."""
     words = {1: "above", -1: "below"}
     found = []
-    for column in ("loss", "val_loss", "grad_norm"):
+    for column in COLUMNS:
         for part in ("early", "late"):
             side = e.outside(column, part)
             if side:
@@ -511,10 +568,15 @@ def find_symptoms(e: Evidence) -> list[str]:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Compare a run with its band and with what must hold for every run, and name causes."""
+    """Compare a run with its band and with what must hold for every run, and name causes.
+
+    Where a number isn't finite that's the only cause, as nothing can be compared with it.
+    """
     causes = []
     for kind, (rule, advice) in _RULES.items():
         reason = rule(evidence)
         if reason is not None:
             causes.append(Cause(kind, reason, advice))
+            if rule is _not_finite:
+                return Diagnosis(causes=causes)
     return Diagnosis(find_symptoms(evidence), causes)

@@ -26,10 +26,18 @@ class Joined(Runtime):
     """A process that has met the others; a context manager.
 
     The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the
-    first), as `launch` and torchrun, also under Slurm, set it; ValueError if it doesn't.
+    first), as `launch` and torchrun, also under Slurm, set it; ValueError if it doesn't, and where
+    `config` asks for another strategy.
     """
 
+    strategy = "ddp"  # what this class does, the last word of distributed.strategy
+
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
+        if config.strategy.split("+")[-1] != self.strategy:
+            raise ValueError(
+                f"distributed.strategy={config.strategy} is not what a {type(self).__name__} does:"
+                " build_manager in llm_course.training.parallel makes the one that does it"
+            )
         self.config = config
         self.device_name = device
         missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]

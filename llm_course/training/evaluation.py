@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..checks import check_numbers, check_sizes
+from ..checks import check_columns, check_numbers, check_sizes
 
 # %% ../../nbs/21a_evaluation.ipynb #b21a013
 class Interval(NamedTuple):
@@ -32,20 +32,20 @@ def _group_sums(
     values: Sequence[float], sizes: Sequence[float] | None, groups: Sequence[int] | None
 ) -> np.ndarray:
     """The sum of values and of sizes in each group: (G, 2)."""
-    num = len(values)
-    columns = [values, [1.0] * num if sizes is None else sizes]
-    groups = range(num) if groups is None else groups
-    if any(len(column) != num for column in (*columns, groups)):
-        raise ValueError(
-            f"values, sizes and groups have {num}, {len(columns[1])} and {len(groups)} entries:"
-            " give one of each for every question"
-        )
-    _, places = np.unique(np.asarray(groups), return_inverse=True)
+    (marks,) = check_columns(values=values)
+    num = len(marks)
+    columns = check_columns(values=marks, sizes=[1.0] * num if sizes is None else sizes)
+    for size in columns[1]:
+        check_numbers("(0, inf)", size=size)
+    owners = [*range(num)] if groups is None else [*groups]
+    if len(owners) != num:
+        raise ValueError(f"groups has {len(owners)} entries for {num} values: give one for each")
+    _, places = np.unique(np.asarray(owners), return_inverse=True)
     if num == 0 or places.max() == 0:
         raise ValueError(
             f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
         )
-    return np.stack([np.bincount(places, weights=np.asarray(c, float)) for c in columns], axis=1)
+    return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
 
 # %% ../../nbs/21a_evaluation.ipynb #b21a014
 def bootstrap(
@@ -60,10 +60,12 @@ def bootstrap(
     """The ratio of two sums, `values` over `sizes`, and its percentile bootstrap interval.
 
     Without `sizes` it is the mean. Values of the same group, such as questions about the same
-    story, are drawn together. ValueError for fewer than two groups, and for other lengths.
+    story, are drawn together. ValueError for fewer than two groups, for columns that differ in
+    length, for a value that isn't finite, and for a size that isn't positive.
     """
     check_numbers("(0, 1)", confidence=confidence)
     check_sizes(resamples=resamples)
+    check_sizes(0, seed=seed)
     sums = _group_sums(values, sizes, groups)  # (G, 2)
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)  # (R, G)
@@ -93,11 +95,8 @@ def compare(
     seed: int = 0,
 ) -> Comparison:
     """Compare the scores of two models question by question; ValueError as `bootstrap`."""
-    if len(first) != len(second):
-        raise ValueError(
-            f"{len(first)} and {len(second)} scores: both models must answer the same questions"
-        )
-    differences = [b - a for a, b in zip(first, second, strict=True)]
+    scores = check_columns(first=first, second=second)
+    differences = [b - a for a, b in zip(*scores, strict=True)]
     interval = bootstrap(
         differences, groups=groups, confidence=confidence, resamples=resamples, seed=seed
     )
@@ -116,13 +115,15 @@ def questions_needed(
 
     `disagree` is the share of questions on which exactly one of the two models is right. The
     normal approximation of McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
+    ValueError for a difference of 0 or beyond `disagree`.
     """
     check_numbers("(0, 1]", disagree=disagree)
+    check_numbers("[-1, 1]", difference=difference)
     check_numbers("(0, 1)", power=power, confidence=confidence)
     check_numbers(f"(0, {disagree}]", difference=abs(difference))
     deviation = math.sqrt(disagree - difference**2)
     quantile = NormalDist().inv_cdf
-    distance = quantile((1 + confidence) / 2) + quantile(power)
+    distance = max(0.0, quantile((1 + confidence) / 2) + quantile(power))
     return max(1, math.ceil((distance * deviation / difference) ** 2))
 
 # %% ../../nbs/21a_evaluation.ipynb #b21a036
@@ -137,14 +138,15 @@ class Bin(NamedTuple):
 def reliability(
     confidences: Sequence[float], correct: Sequence[bool], *, num_bins: int = 10
 ) -> list[Bin]:
-    """Bins of equal width that hold any answers, from the least confident to the most."""
+    """Bins of equal width that hold any answers, from the least confident to the most.
+
+    ValueError for a confidence or a mark outside 0 to 1, and for columns that differ in length.
+    """
     check_sizes(num_bins=num_bins)
-    if len(confidences) != len(correct):
-        raise ValueError(f"{len(confidences)} confidences for {len(correct)} answers")
-    for confidence in confidences:
-        check_numbers("[0, 1]", confidence=confidence)
-    found: dict[int, list[tuple[float, bool]]] = {}
-    for confidence, is_right in zip(confidences, correct, strict=True):
+    columns = check_columns(confidences=confidences, correct=correct)
+    found: dict[int, list[tuple[float, float]]] = {}
+    for confidence, is_right in zip(*columns, strict=True):
+        check_numbers("[0, 1]", confidence=confidence, correct=is_right)
         place = min(num_bins - 1, int(confidence * num_bins))
         found.setdefault(place, []).append((confidence, is_right))
     bins = []
@@ -155,6 +157,11 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The expected calibration error (ECE): the mean gap of confidence and accuracy, by count."""
+    """The expected calibration error (ECE): the mean gap of confidence and accuracy, by count.
+
+    ValueError for bins without answers.
+    """
     total = sum(one.count for one in bins)
+    if not total:
+        raise ValueError("the bins hold no answer: there is nothing to be calibrated")
     return math.fsum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

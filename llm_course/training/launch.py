@@ -37,9 +37,9 @@ def launch(
 
     When one process fails, the others are ended and its error is raised here. A RuntimeError, which
     may only mean that another process has gone, becomes the text of a new one; an error that pickle
-    cannot rebuild becomes an Exception with the same words. ValueError for a `world_size` below 1
-    and for a port that isn't free; RuntimeError outside the main thread, and where rank 0 ends
-    without a result.
+    cannot rebuild becomes an Exception with the same words. ValueError for a `world_size` below 1,
+    for a port that isn't free, and for a function or an argument that can't be pickled;
+    RuntimeError outside the main thread, and where rank 0 ends without a result.
     """
     check_sizes(world_size=world_size)
     if threading.current_thread() is not threading.main_thread():
@@ -49,9 +49,7 @@ def launch(
         )
     results = mp.get_context("spawn").SimpleQueue()
     address = master_addr, _free_port(master_addr, master_port)
-    processes = mp.spawn(
-        _run, (function, world_size, address, results, arguments), nprocs=world_size, join=False
-    )
+    processes = _spawn((function, world_size, address, results, arguments), world_size)
     said: list[tuple[int, Any]] = []  # rank, and its result or error
 
     def listen() -> None:
@@ -72,13 +70,30 @@ def launch(
     return _answer_of_the_first(said)
 
 # %% ../../nbs/15c_launch.ipynb #15aports
+def _spawn(arguments: tuple[Any, ...], world_size: int) -> Any:
+    """Start the processes; ValueError where one could not get the function or its arguments."""
+    try:
+        if not callable(arguments[0]):
+            raise TypeError(f"function={arguments[0]!r} can't be called")
+        return mp.spawn(_run, arguments, nprocs=world_size, join=False)
+    except (OSError, RuntimeError):
+        raise
+    except Exception as error:  # of many classes, from whatever can't be pickled
+        raise ValueError(
+            f"{error}: a new process imports the function by its name, so define it in a module;"
+            " its arguments must be picklable, too"
+        ) from None
+
+
 def _free_port(address: str, port: int | None) -> int:
     """`port`, or a free one for None; ValueError where it isn't available at this address."""
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            if address == "":  # to a socket that means all addresses, to the processes none
+                raise OSError("the address is empty")
             free.bind((address, port or 0))
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError) as error:
             raise ValueError(
                 f"the processes cannot meet at distributed.master_addr={address},"
                 f" master_port={port}: {error}. Give an address of this machine, and a free port or"

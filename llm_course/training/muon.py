@@ -6,7 +6,7 @@
 __all__ = ['newton_schulz', 'Muon', 'muon_dtype']
 
 # %% ../../nbs/13c_muon.ipynb #o13c0003
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,12 +24,14 @@ def newton_schulz(
     """Roughly the nearest (semi-)orthogonal matrix to each matrix.
 
     Singular values end between about 0.68 and 1.2; those below about 1/700 of the matrix's norm end
-    lower, and zero stays zero. matrices (..., M, N); returns the same shape and dtype, computed in
-    `dtype`. ValueError for fewer than two dimensions and for integers. Source: Jordan et al. 2024,
-    "Muon".
+    lower, and zero stays zero, as does a norm that's tiny (below 1e-7) or overflows `dtype`.
+    matrices (..., M, N); returns the same shape and dtype, computed in `dtype`. ValueError for
+    fewer than two dimensions and for integers. Source: Jordan et al. 2024, "Muon".
     """
     check_dtype("matrices", matrices, "floating")
     check_sizes(0, steps=steps)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype!r} must be a floating-point type, such as torch.float32")
     if matrices.ndim < 2:
         raise ValueError(
             f"matrices has shape {tuple(matrices.shape)}, expected (..., M, N): only matrices can"
@@ -97,6 +99,34 @@ def _fused_adamw(
         maximize=False,
     )
 
+# %% ../../nbs/13c_muon.ipynb #eff83bb7
+def _listed(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """The parameter groups as a list; ValueError for parameters without groups."""
+    groups = list(groups)
+    if not all(isinstance(group, dict) and "params" in group for group in groups):
+        raise ValueError(
+            "groups must be parameter groups: [dict(params=matrices, muon=True),"
+            " dict(params=vectors)]; parameters alone would all be left to AdamW"
+        )
+    return groups
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """ValueError for a group whose settings are out of range, or that Muon can't update."""
+    check_numbers("[0, inf)", **{name: group[name] for name in ("lr", "eps", "weight_decay")})
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be two numbers, such as (0.9, 0.95)")
+    check_numbers("[0, 1)", beta1=betas[0], beta2=betas[1], momentum=group["momentum"])
+    if not isinstance(group["muon"], bool):
+        raise ValueError(f"muon={group['muon']!r} must be True or False")
+    for parameter in group["params"] if group["muon"] else ():
+        if parameter.ndim < 2:
+            raise ValueError(
+                f"a muon group has a parameter of shape {tuple(parameter.shape)}: only matrices"
+                " have directions, so leave it to AdamW, in a group without muon"
+            )
+
 # %% ../../nbs/13c_muon.ipynb #d13muon1
 class Muon(Optimizer):
     """Orthogonalised momentum for the parameter groups marked `muon`; AdamW for the others.
@@ -104,8 +134,8 @@ class Muon(Optimizer):
     A parameter (..., M, N) of a muon group is a stack of matrices. Each of its updates is scaled by
     0.2 sqrt(max(M, N)), which gives it the size of an AdamW update, so a learning rate for AdamW is
     a good start. `dtype` is what Newton-Schulz computes in. ValueError for a vector in a muon
-    group, and for settings out of range. Sources: Jordan et al. 2024; Liu et al. 2025, "Muon is
-    scalable for LLM training".
+    group, for parameters without groups, and for settings out of range. Sources: Jordan et al.
+    2024; Liu et al. 2025, "Muon is scalable for LLM training".
     """
 
     def __init__(
@@ -120,8 +150,7 @@ class Muon(Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         fused: bool = True,
     ):
-        check_numbers("[0, inf)", lr=lr, eps=eps, weight_decay=weight_decay)
-        check_numbers("[0, 1)", beta1=betas[0], beta2=betas[1], momentum=momentum)
+        groups = _listed(groups)
         self.dtype = dtype
         settings = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, momentum=momentum, fused=fused
@@ -130,12 +159,11 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"] if self.param_groups[-1]["muon"] else ():
-            if parameter.ndim < 2:
-                raise ValueError(
-                    f"a muon group has a parameter of shape {tuple(parameter.shape)}: only matrices"
-                    " have directions"
-                )
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:  # for copies
         return super().__getstate__() | {"dtype": self.dtype}

@@ -280,6 +280,8 @@ class TensorParallel(ModelParallel):
     Between groups the model is replicated (ddp+tp) or sharded (fsdp+tp).
     """
 
+    strategy = "tp"
+
     @property
     def seed_rank(self) -> int:
         return self.data_rank  # what isn't split must be dropped alike
@@ -463,6 +465,7 @@ class PipelineParallel(ModelParallel):
     Between groups the model is replicated (ddp+pp).
     """
 
+    strategy = "pp"
     table: Tensor | None = None  # where the first and the last stage share it
     ends: dist.ProcessGroup | None = None  # of these two stages; None in the others
 
@@ -532,12 +535,8 @@ def _to_cpu(value: Any) -> Any:
 # %% ../../nbs/15d_parallel.ipynb #p15bbld1
 def build_manager(config: DistributedConfig, *, device: str = "auto") -> DistributedManager:
     """The manager of `config.strategy`."""
-    kinds: dict[str, type[DistributedManager]] = {
-        "fsdp": ShardedManager,
-        "tp": TensorParallel,
-        "pp": PipelineParallel,
-    }
-    kind = kinds.get(config.strategy.split("+")[-1], DistributedManager)
+    kinds = (DistributedManager, ShardedManager, TensorParallel, PipelineParallel)
+    [kind] = [kind for kind in kinds if kind.strategy == config.strategy.split("+")[-1]]
     return kind(config, device=device)
 
 # %% ../../nbs/15d_parallel.ipynb #p15bmem1

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm.auto import tqdm
 
 from ..checks import check_sizes
-from ..files import write_text
+from ..files import replacing, write_text
+from .config import Config
 from .engine import Callback, TrainingEngine
+from .sources import flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -29,13 +31,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     ValueError names the line that isn't a row.
     """
     rows = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or "step" not in row:
             raise ValueError(
@@ -143,7 +143,10 @@ class MetricsLogger(Callback):
 
 # %% ../../nbs/16c_reports.ipynb #21edda44
 def draw_lines(image: str | Path, *lines: tuple[Any, Any, dict[str, Any]], **axis: Any) -> None:
-    """Draw lines, each (xs, ys, style), into a PNG file; `axis` has matplotlib's axes settings."""
+    """Draw lines, each (xs, ys, style), into a PNG file; `axis` has matplotlib's axes settings.
+
+    The picture replaces an older one all at once, so that a viewer never sees half of it.
+    """
     from matplotlib.figure import Figure  # drawing needs no window and no global state
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -152,7 +155,8 @@ def draw_lines(image: str | Path, *lines: tuple[Any, Any, dict[str, Any]], **axi
         axes.plot(xs, ys, **style)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(image, dpi=120)
+    with replacing(image) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def plot_losses(metrics: str | Path, image: str | Path) -> None:
@@ -218,7 +222,7 @@ class TensorBoardLogger(Callback):
         step = engine.state.step
         self._writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else 0)
         if step == 0:
-            settings = _flat(asdict(engine.config))
+            settings = flatten(asdict(engine.config))
             lines = (f"    {name}: {value}" for name, value in settings.items())
             self._writer.add_text("config", "\n".join(lines), 0)
 
@@ -235,7 +239,7 @@ class TensorBoardLogger(Callback):
 
         assert self._writer is not None
         final = {f"final/{name}": value for name, value in engine.metrics.items()}
-        for summary in hparams(_flat(asdict(engine.config)), final):
+        for summary in hparams(_for_tensorboard(engine.config), final):
             self._writer._get_file_writer().add_summary(summary, engine.state.step)
         for name, value in final.items():
             self._writer.add_scalar(name, value, engine.state.step)
@@ -251,17 +255,12 @@ class TensorBoardLogger(Callback):
         return {}
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a configuration by path; what isn't a number, a text or None becomes a text."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= _flat(value, f"{prefix}{name}.")
-        elif value is None or isinstance(value, int | float | str):
-            leaves[f"{prefix}{name}"] = value
-        else:
-            leaves[f"{prefix}{name}"] = str(value)
-    return leaves
+def _for_tensorboard(config: Config) -> dict[str, Any]:
+    """The settings by path; what isn't a number, a text or None becomes a text."""
+    return {
+        name: value if value is None or isinstance(value, int | float | str) else str(value)
+        for name, value in flatten(asdict(config)).items()
+    }
 
 # %% ../../nbs/16c_reports.ipynb #f40ce299
 class WandbLogger(Callback):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_lists
+from ..checks import check_lists, check_sizes
 from ..model.decoder import DecoderModel
 from ..model.generation import evaluating
-from ..text.tokenization import BaseTokenizer
+from ..text.tokenization import BaseTokenizer, check_ids
 
 # %% ../../nbs/21b_scoring.ipynb #b21b006
 class Row(NamedTuple):
@@ -104,7 +104,22 @@ def group_rows(rows: Sequence[Row]) -> Iterator[tuple[int, list[int]]]:
 def score_rows(
     model: DecoderModel, rows: Sequence[Row], *, batch_tokens: int = 1024
 ) -> list[Score]:
-    """Score each row, in the order given; a prefix that rows have in common is read only once."""
+    """Score each row, in the order given; a prefix that rows have in common is read only once.
+
+    A pass has at most `batch_tokens` tokens behind the prefix, or a single row. ValueError for a
+    row of which no token, or the first one, is to be scored, and for tokens outside the vocabulary.
+    """
+    check_sizes(batch_tokens=batch_tokens)
+    vocab_size = model.config.vocab_size
+    assert vocab_size is not None  # a built model has one
+    for index, row in enumerate(rows):
+        check_ids(row.ids, vocab_size)
+        check_sizes(num_scored=row.num_scored)
+        if row.num_scored >= len(row.ids):
+            raise ValueError(
+                f"row {index} has {len(row.ids)} tokens, and {row.num_scored} can't be scored: each"
+                " needs a token before it"
+            )
     scores: dict[int, Score] = {}
     cache = SharedPrefix()
     read: list[int] = []  # the tokens in the cache

@@ -53,7 +53,10 @@ def no_gradient_sync(model: FSDPModule) -> Iterator[None]:
 def shard_blocks(
     model: nn.Module, config: DistributedConfig, *, mesh: DeviceMesh, bf16: bool
 ) -> None:
-    """Spread the parameters of each block, an item of an `nn.ModuleList`, over `mesh`."""
+    """Spread the parameters of each block, an item of an `nn.ModuleList`, over `mesh`.
+
+    With `bf16` the products are computed in bfloat16, and gradients are summed in float32.
+    """
     settings = _settings(next(model.parameters()).device, config, bf16=bf16)
     for group in reversed(list(model.modules())):  # the inner ones first
         if isinstance(group, nn.ModuleList):
@@ -63,7 +66,11 @@ def shard_blocks(
 
 # %% ../../nbs/15b_sharding.ipynb #2104936a
 def whole_tree(tree: Any, *, keep: bool) -> Any:
-    """`tree` with full tensors on the CPU; without `keep`, this process only helps to gather."""
+    """`tree`, of nested dicts, with full tensors on the CPU instead of shares.
+
+    All processes must call it; without `keep`, this one only helps to gather, and gets empty
+    tensors. What isn't a share is returned as it is.
+    """
     if isinstance(tree, dict):
         return {name: whole_tree(value, keep=keep) for name, value in tree.items()}
     if not isinstance(tree, DTensor):
@@ -125,6 +132,8 @@ class ShardedManager(Checkpointed):
 
     Source: Zhao et al. 2023.
     """
+
+    strategy = "fsdp"
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
         device = next(model.parameters()).device

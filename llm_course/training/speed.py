@@ -20,13 +20,13 @@ from ..model.estimate import flops_per_token
 from .engine import Callback, TrainingEngine
 
 # %% ../../nbs/17b_speed.ipynb #e30b1eb8
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device | str) -> int:
     """The most memory, in bytes, that this process has held since it began.
 
     On CUDA that is the memory of its tensors on `device` and nothing else; elsewhere the whole
     process in main memory. 0 where the system does not say (Windows).
     """
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux, where `getrusage` would count the memory of the process that started this one
     try:
