@@ -11,10 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_numbers, check_sizes
+from ..checks import check_columns, check_numbers, check_sizes
 
 # %% ../../nbs/22c_laws.ipynb #b22c006
 FLOPS_PER_PARAMETER = 6  # in a token: 2 forward, 4 backward
+
+
+def _positive(name: str, sizes: Any) -> Any:
+    """The sizes, a list of them as an array; ValueError where one isn't positive."""
+    sizes = np.asarray(sizes) if isinstance(sizes, list | tuple) else sizes
+    numbers = np.asarray(sizes)
+    if numbers.dtype.kind not in "iuf" or not (numbers > 0).all():
+        raise ValueError(f"{name}={sizes!r} must be positive: it counts parameters or tokens")
+    return sizes
 
 
 class Law(NamedTuple):
@@ -30,12 +39,22 @@ class Law(NamedTuple):
     b: float
 
     def loss(self, N: Any, D: Any) -> Any:
-        """The loss of a model with N parameters after D tokens. N and D may be arrays."""
+        """The loss of a model with N parameters after D tokens. N and D may be arrays.
+
+        ValueError for sizes that aren't positive.
+        """
+        N = _positive("N", N)
+        D = _positive("D", D)
         return self.E + self.A / N**self.a + self.B / D**self.b
 
     def best_size(self, compute: float) -> tuple[float, float]:
-        """The N and D with the lowest loss for a budget of `compute` = 6 N D operations."""
+        """The N and D with the lowest loss for a budget of `compute` = 6 N D operations.
+
+        ValueError where the loss doesn't fall with both.
+        """
         check_numbers("(0, inf)", compute=compute)
+        falls = dict(A=self.A, a=self.a, B=self.B, b=self.b)
+        check_numbers("(0, inf)", hint="else one of N and D doesn't matter", **falls)
         product = compute / FLOPS_PER_PARAMETER
         G = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         N = G * product ** (self.b / (self.a + self.b))
@@ -89,20 +108,36 @@ def _best_on_grid(
 EXPONENTS = (0.05, 2.0)  # where the fit looks for a and b
 
 
+def _runs(N: Any, D: Any, losses: Any) -> np.ndarray:
+    """The runs as rows: (R, 3)."""
+    columns = check_columns(N=N, D=D, losses=losses, hint="leave out runs that diverged")
+    return np.array(columns).T
+
+
+def _differ(runs: np.ndarray) -> bool:
+    """Whether the runs have more than one N, and more than one D."""
+    return all(len(np.unique(sizes)) > 1 for sizes in runs.T[:2])
+
+
 def fit_law(
     N: Sequence[float], D: Sequence[float], losses: Sequence[float], *, floor: float | None = None
 ) -> Law:
     """The law with the smallest squared relative errors; with a `floor`, E is fixed to it.
 
-    ValueError for fewer runs than unknowns, and for numbers that aren't positive.
+    N parameters, D tokens, and the losses in any unit, one of each for every run. ValueError for
+    fewer runs than unknowns, for numbers that aren't positive, and where N or D never changes.
     """
-    runs = np.array([N, D, losses], dtype=float).T  # (R, 3)
+    runs = _runs(N, D, losses)  # (R, 3)
     unknowns = 5 if floor is None else 4
-    if len(runs) < unknowns or not np.isfinite(runs).all() or (runs <= 0).any():
+    if floor is not None:
+        check_numbers("[0, inf)", floor=floor)
+    if len(runs) < unknowns or (runs <= 0).any():
         raise ValueError(
             f"{len(runs)} runs: a law needs at least {unknowns}, and N, D and losses must be"
-            " positive and finite: leave out runs that diverged"
+            " positive"
         )
+    if not _differ(runs):
+        raise ValueError("all runs have the same N, or the same D: a law needs several of each")
     low, high = EXPONENTS
     a = b = np.geomspace(low, high, 24)
     law = Law(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -116,6 +151,9 @@ def fit_law(
     return law
 
 # %% ../../nbs/22c_laws.ipynb #b22c015
+_FEWEST = 6  # different runs in a sample
+
+
 def bootstrap_laws(
     N: Sequence[float],
     D: Sequence[float],
@@ -127,37 +165,45 @@ def bootstrap_laws(
 ) -> list[Law]:
     """Laws fitted to runs that are drawn from these with replacement.
 
-    Samples with too few different runs are drawn again. ValueError as `fit_law`.
+    Samples with fewer than six different runs are drawn again. ValueError for fewer than six runs,
+    and as `fit_law`.
     """
     check_sizes(repeats=repeats)
-    runs = np.array([N, D, losses], dtype=float).T
+    check_sizes(0, seed=seed)
+    runs = _runs(N, D, losses)
+    if len(runs) < _FEWEST:
+        raise ValueError(f"{len(runs)} runs: give at least {_FEWEST} to draw from")
     fit_law(*runs.T, floor=floor)  # refuses what can't be fitted
     rng = np.random.default_rng(seed)
     laws: list[Law] = []
     while len(laws) < repeats:
         drawn = rng.integers(len(runs), size=len(runs))
-        if len(set(drawn.tolist())) >= 6:
+        if len(set(drawn.tolist())) >= _FEWEST and _differ(runs[drawn]):
             laws.append(fit_law(*runs[drawn].T, floor=floor))
     return laws
 
 
 def interval(values: Sequence[float], level: float = 0.9) -> tuple[float, float]:
-    """The middle `level` of some values, from its lower to its upper end."""
+    """The middle `level` of some values, from its lower to its upper end; ValueError for none."""
     check_numbers("(0, 1)", level=level)
-    low, high = np.quantile(np.asarray(values, dtype=float), [(1 - level) / 2, (1 + level) / 2])
+    (numbers,) = check_columns(values=values)
+    if not numbers:
+        raise ValueError("values is empty: an interval needs at least one")
+    low, high = np.quantile(numbers, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 # %% ../../nbs/22c_laws.ipynb #b22c020
 def slice_minimum(N: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
     """Where a parabola through losses over log N is lowest: the size, and the loss there.
 
-    ValueError for fewer than three sizes, and where the parabola has no lowest point.
+    ValueError for fewer than three different sizes, and where the parabola has no lowest point.
     """
-    if len(N) < 3:
-        raise ValueError(f"{len(N)} sizes: a parabola needs at least three")
-    x = np.log(np.asarray(N, dtype=float))
+    sizes, heights = check_columns(N=_positive("N", N), losses=losses)
+    if len({*sizes}) < 3:
+        raise ValueError(f"{len({*sizes})} sizes: a parabola needs at least three")
+    x = np.log(sizes)
     center = x.mean()
-    bend, tilt, level = np.polyfit(x - center, np.asarray(losses, dtype=float), 2)
-    if bend <= 0:
+    bend, tilt, level = np.polyfit(x - center, heights, 2)
+    if bend <= 1e-12 * abs(level):  # a straight line, up to rounding
         raise ValueError("the losses have no minimum over N: add smaller and larger models")
     return float(np.exp(center - tilt / (2 * bend))), float(level - tilt**2 / (4 * bend))
