@@ -53,12 +53,12 @@ def mixed_up_loss(*, convert: bool = False) -> float:
     """The storyteller's loss, in nats a token, from weights in Meta's layout, converted or not."""
     model = copy.deepcopy(load_storyteller()[0])
     D = model.config.head_dim
+    assert D is not None
     order = torch.arange(D).view(2, D // 2).T.flatten()  # 0, D/2, 1, ...: as Meta stores a head
-    for layer in model.layers:
-        part = layer.self_attn
-        for each in (part.q_proj, part.k_proj, part.q_norm, part.k_norm):
-            rows = each.weight.unflatten(0, (-1, D))[:, order]
-            each.weight.copy_((rows[:, order.argsort()] if convert else rows).flatten(0, 1))
+    for name, weight in model.named_parameters():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            rows = weight.unflatten(0, (-1, D))[:, order]
+            weight.copy_((rows[:, order.argsort()] if convert else rows).flatten(0, 1))
     ids = story_ids()
     return F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
 
