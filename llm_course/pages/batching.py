@@ -108,6 +108,7 @@ def our_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def padded_batch(rows: Sequence[Row]) -> Batch:
     """The same rows, in which the padding is a target like any other token."""
     pad = story_tokenizer().pad_token_id
+    assert pad is not None
     tensors = [torch.tensor(row) for row in rows]
     return shift(pad_sequence(tensors, batch_first=True, padding_value=pad))
 
