@@ -256,7 +256,7 @@ def tell(file: Path, *, num: int = 28) -> str:
     ids = torch.tensor([tokenizer.encode("Once upon a time")])
     for _ in range(num):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    return tokenizer.decode(ids[0].tolist())
+    return tokenizer.decode(ids[0].tolist()).strip()
 
 
 def numbered(step: int, **metrics: float) -> State:
