@@ -192,7 +192,8 @@ def test_the_floor_is_the_information_in_these_very_texts(story_data):
 
 def test_the_record_holds_what_the_page_says():
     runs = page.scaling_runs()
-    assert len(set(runs.N)) >= 6 and runs.N.min() < 2e4 and runs.N.max() > 3e5
+    assert len(set(runs.N)) >= 9 and runs.N.min() < 2e4 and runs.N.max() > 1.5e6
+    assert len(set(runs.budget)) == 4
     for budget in set(runs.budget):
         chosen = page.of_budget(runs, budget)
         assert len(chosen.N) >= 5
@@ -203,14 +204,73 @@ def test_the_record_holds_what_the_page_says():
     assert 6 * found["N"] * found["D"] == pytest.approx(4 * runs.budget.max(), rel=0.02)
     law = fit_law(runs.N, runs.D, runs.loss, floor=floor)
     assert law.loss(found["N"], found["D"]) == pytest.approx(found["fixed"][1], rel=1e-3)
+    assert all(row["sample"].startswith("Once upon a time") for row in page.single_runs())
+
+
+def test_seeds_of_a_run_make_one_run_with_their_mean_loss():
+    runs = page.scaling_runs()
+    smallest = min(runs.budget)
+    seeds = page.seeds_of(smallest)
+    chosen = page.of_budget(runs, smallest)
+    assert [*seeds] == chosen.N.tolist() and {len(losses) for losses in seeds.values()} == {3}
+    assert [np.mean(losses) for losses in seeds.values()] == pytest.approx(chosen.loss.tolist())
+    assert len(page.single_runs()) == len(runs.N)
 
 
 def test_the_recorded_runs_are_those_of_the_configuration(tmp_path):
     from llm_course.training.sweep import read_sweep
 
-    points = read_sweep(page.RECORD.parents[2] / "configs" / "scaling.yaml", tmp_path)
-    tokens = [p.config.training.max_steps * 4 * 256 for p in points]
-    assert tokens == page.scaling_runs().D.tolist(), "run `make scaling`"
-    points = read_sweep(page.RECORD.parents[2] / "configs" / "transfer.yaml", tmp_path)
-    rates = [p.config.optimization.learning_rate for p in points]
-    assert rates == [row["rate"] for row in page.record()["transfer"]], "run `make scaling`"
+    def configs(name):
+        points = read_sweep(page.RECORD.parents[2] / "configs" / f"{name}.yaml", tmp_path)
+        return [point.config for point in points]
+
+    stored = page.record()
+    runs = [(c.training.max_steps * 4 * 256, c.training.seed) for c in configs("scaling")]
+    assert runs == [(row["D"], row["seed"]) for row in stored["scaling"]], "run `make scaling`"
+    runs = [(c.model.hidden_size, c.optimization.learning_rate) for c in configs("transfer")]
+    assert runs == [(row["width"], row["rate"]) for row in stored["transfer"]], "run `make scaling`"
+    runs = [(c.training.batch_size * 256, c.optimization.learning_rate) for c in configs("batches")]
+    assert runs == [(row["tokens"], row["rate"]) for row in stored["batches"]], "run `make scaling`"
+
+
+def test_the_law_and_the_parabolas_agree_on_the_best_size():
+    runs = page.scaling_runs()
+    law = fit_law(runs.N, runs.D, runs.loss, floor=page.record()["floor"])
+    for budget in set(runs.budget):
+        near = page.best_of(runs, budget)
+        assert near.loss.max() == np.sort(page.of_budget(runs, budget).loss)[3]
+        size, _ = slice_minimum(near.N, near.loss)
+        assert 0.75 < law.best_size(budget)[0] / size < 1.25
+
+
+TASKS = ("standard", "muP")
+
+
+def test_the_best_rate_moves_less_in_mup():
+    best = page.best_rates()
+    for optimizer in ("adamw", "muon"):
+        widths = best[optimizer, "standard"]
+        assert len(widths) >= 4 and [*widths] == sorted(widths)
+        drift = {task: best[optimizer, task][32] / best[optimizer, task][128] for task in TASKS}
+        assert drift["standard"] > 2 > drift["muP"]
+        curves = [page.rate_curves(optimizer, task) for task in TASKS]
+        assert curves[0][64] == curves[1][64]  # the base width: the same runs
+
+
+# ------------------------------------------------------------------------------ batches
+
+
+def test_a_planted_critical_batch_is_found():
+    planted = {size: 50 * (1 + 2000 / size) for size in (256, 512, 1024, 2048, 4096)}
+    assert page.critical_batch(planted) == pytest.approx((50, 2000))
+
+
+def test_the_steps_to_a_loss_are_those_of_the_best_rate(monkeypatch):
+    rows = [
+        {"tokens": 512, "rate": 0.1, "curve": [[10, 4.0], [20, 3.0], [30, 2.5]]},
+        {"tokens": 512, "rate": 0.2, "curve": [[10, 4.0], [20, 2.0], [30, 2.2]]},
+        {"tokens": 256, "rate": 0.1, "curve": [[10, 4.0], [20, 3.5], [30, 3.1]]},
+    ]
+    monkeypatch.setattr(page, "record", lambda: {"batches": rows})
+    assert page.steps_to(3.0) == pytest.approx({512: 15.0})  # halfway from 4 to 2
+    assert page.steps_to(3.25) == pytest.approx({256: 26.25, 512: 13.75})

@@ -62,6 +62,19 @@ def test_the_contents_state_honest_hours():
     assert off == {}
 
 
+def test_the_short_path_takes_an_honest_twenty_hours():
+    """The pages in bold in the contents' table: at least one for each chapter but two."""
+    contents = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells[0].source
+    bold = re.findall(r"\*\*\[[^]]+\]\((\d\d\w_\w+\.ipynb)\)\*\*", contents)
+    # 11 and 12, other people's models and settings, are taken from the package
+    assert {page[:2] for page in bold} == {f"{n:02}" for n in range(23)} - {"11", "12"}
+    pages = [nbformat.read(ROOT / "nbs" / page, as_version=4) for page in bold]
+    hours = sum(map(reading_minutes, pages)) / 60
+    said = [int(hour) for hour in re.findall(r"\*\*short path\*\*, about (\d+) hours", contents)]
+    said += [int(hour) for hour in re.findall(r"short path,\*\* about (\d+) hours", contents)]
+    assert hours <= 20 and said == [round(hours)] * 2, f"the short path takes {hours:.1f} hours"
+
+
 def plan(columns: int, title: str) -> list[list[str]]:
     section = GUIDE.split(f"### {title}")[1].split("\n#")[0]
     return rows(section, columns)

@@ -122,10 +122,18 @@ def record() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
+def as_runs(rows: Sequence[Mapping[str, Any]]) -> Runs:
+    """The recorded runs, where several seeds of a run make one: its loss is their mean."""
+    seeds: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        seeds.setdefault((row["N"], row["D"]), []).append(row)
+    means = [{**same[0], "loss": np.mean([row["loss"] for row in same])} for same in seeds.values()]
+    return Runs(*(np.array([row[name] for row in means]) for name in Runs._fields))
+
+
 def scaling_runs() -> Runs:
     """The runs that the law is fitted to."""
-    rows = record()["scaling"]
-    return Runs(*(np.array([row[name] for row in rows]) for name in Runs._fields))
+    return as_runs(record()["scaling"])
 
 
 def of_budget(runs: Runs, budget: float) -> Runs:
@@ -143,16 +151,50 @@ class Passing(NamedTuple):
     passing: float  # that of the longer run after D tokens
 
 
+def single_runs() -> list[dict[str, Any]]:
+    """The recorded runs with the first seed: one for each size and budget."""
+    return [row for row in record()["scaling"] if row["seed"] == 0]
+
+
 def read_in_passing() -> list[Passing]:
     """For each run that has a longer one of its size: its loss, and the longer run's there."""
     found = []
-    for row in record()["scaling"]:
-        longest = max((r for r in record()["scaling"] if r["N"] == row["N"]), key=lambda r: r["D"])
+    for row in single_runs():
+        longest = max((r for r in single_runs() if r["N"] == row["N"]), key=lambda r: r["D"])
         if longest["D"] > row["D"]:
             tokens, losses = np.array(longest["curve"]).T
             passing = float(np.interp(row["D"], tokens, losses))
             found.append(Passing(row["N"], row["D"], row["curve"][-1][1], passing))
     return sorted(found)
+
+
+def seeds_of(budget: float) -> dict[int, list[float]]:
+    """The losses of each size of one slice, one for each seed."""
+    found: dict[int, list[float]] = {}
+    for row in record()["scaling"]:
+        if row["budget"] == budget:
+            found.setdefault(row["N"], []).append(row["loss"])
+    return dict(sorted(found.items()))
+
+
+def show_samples(*losses: float) -> None:
+    """For each loss, the text of the run that ended nearest to it, from the prompt on."""
+    for wanted in losses:
+        row = min(single_runs(), key=lambda row: abs(row["loss"] - wanted))
+        print(f"{row['loss']:.2f}  {' '.join(row['sample'].split())}\n")
+
+
+def steps_to(loss: float) -> dict[int, float]:
+    """The fewest steps to a training loss, of all rates, for each size of a batch in tokens."""
+    steps: dict[int, float] = {}
+    for row in record()["batches"]:
+        taken, losses = np.array(row["curve"]).T
+        below = np.flatnonzero(losses <= loss)
+        if len(below) and below[0] > 0:
+            last = below[0]
+            between = np.interp(-loss, -losses[last - 1 : last + 1], taken[last - 1 : last + 1])
+            steps[row["tokens"]] = min(steps.get(row["tokens"], np.inf), float(between))
+    return dict(sorted(steps.items()))
 
 
 # ------------------------------------------------------------------------------ plots
@@ -170,43 +212,79 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter("")
 
 
+def best_of(runs: Runs, budget: float, count: int = 4) -> Runs:
+    """The runs of one slice with the lowest losses, from the smallest model to the largest."""
+    chosen = of_budget(runs, budget)
+    lowest = np.sort(chosen.loss.argsort()[:count])
+    return Runs(*(column[lowest] for column in chosen))
+
+
 def plot_slice(runs: Runs, budget: float) -> None:
     """The losses of one budget over the models' sizes."""
     chosen = of_budget(runs, budget)
     _, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
     axes.plot(chosen.N / 1000, chosen.loss, "o-")
-    best = chosen.N[chosen.loss.argmin()] / 1000
-    for N, D, loss in zip(chosen.N / 1000, chosen.D / 1000, chosen.loss, strict=True):
-        side = "left" if N < best else "right" if N > best else "center"
-        up = -14 if N == best else 7
-        place: Any = dict(textcoords="offset points", xytext=(0, up), fontsize=8, ha=side)
-        axes.annotate(f"{D:,.0f}k tokens", (N, loss), **place)
+    _label_tokens(axes, chosen)
+    _finish_slice(axes, chosen, budget)
+
+
+def plot_parabolas(runs: Runs, budget: float) -> None:
+    """The losses of one budget, a parabola through the four best of them, and one through all."""
+    chosen = of_budget(runs, budget)
+    _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    axes.plot(chosen.N / 1000, chosen.loss, "o", color="tab:blue")
+    some = {"the four best": best_of(runs, budget), "all": chosen}
+    for (name, near), color in zip(some.items(), ("tab:orange", "tab:red"), strict=True):
+        N = np.geomspace(near.N[0] / 1.4, near.N[-1] * 1.4, 80)
+        parabola = np.polynomial.Polynomial.fit(np.log(near.N), near.loss, 2)
+        axes.plot(N / 1000, parabola(np.log(N)), color=color, linewidth=1, label=name)
+        size, loss = slice_minimum(near.N.tolist(), near.loss.tolist())
+        axes.plot(size / 1000, loss, "v", color=color, markersize=8)
+    axes.legend(title="a parabola through", fontsize=8)
+    _finish_slice(axes, chosen, budget)
+
+
+def _finish_slice(axes: Any, chosen: Runs, budget: float) -> None:
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
-    axes.set(title=f"Five models, {_operations(budget)} operations each")
+    axes.set(title=f"{len(chosen.N)} models, {_operations(budget)} operations each")
     axes.margins(x=0.15, y=0.2)
     _plain_ticks(axes.xaxis)
     plt.show()
 
 
+def _label_tokens(axes: Any, chosen: Runs) -> None:
+    best = chosen.N[chosen.loss.argmin()]
+    for N, D, loss in zip(chosen.N, chosen.D, chosen.loss, strict=True):
+        side = "left" if N < best else "right" if N > best else "center"
+        place: Any = dict(textcoords="offset points", fontsize=8, ha=side)
+        up = -14 if N == best else 7
+        axes.annotate(f"{D / 1000:,.0f}k tokens", (N / 1000, loss), xytext=(0, up), **place)
+
+
 def plot_slices(runs: Runs, floor: float, law: Law | None = None) -> None:
-    """The loss above the floor over size, a curve for each budget; with a law also what it says."""
-    _, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    """The loss above the floor over size, a curve for each budget; with a law also its misses."""
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    if law:
+        plt.close(figure)
+        figure, (axes, misses) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
     for place, budget in enumerate(sorted(set(runs.budget))):
         chosen = of_budget(runs, budget)
-        color = f"C{place}"
-        style = "o" if law else "o-"
-        axes.plot(
-            chosen.N / 1000, chosen.loss - floor, style, color=color, label=_operations(budget)
-        )
+        style: Any = dict(color=f"C{place}", label=_operations(budget))
+        axes.plot(chosen.N / 1000, chosen.loss - floor, "o" if law else "o-", **style)
         if law:
             N = np.geomspace(chosen.N[0] / 1.3, chosen.N[-1] * 1.3, 60)
-            axes.plot(N / 1000, law.loss(N, budget / 6 / N) - floor, color=color, linewidth=1)
-    axes.set(
-        xscale="log", yscale="log", xlabel="thousand parameters", ylabel="nats above the floor"
-    )
+            axes.plot(N / 1000, law.loss(N, budget / 6 / N) - floor, color=f"C{place}", linewidth=1)
+            off = 100 * (chosen.loss / law.loss(chosen.N, chosen.D) - 1)
+            misses.plot(chosen.N / 1000, off, "o-", color=f"C{place}", linewidth=0.7)
+    axes.set(xscale="log", yscale="log", ylabel="nats above the floor")
     axes.legend(title="operations", fontsize=8)
-    _plain_ticks(axes.xaxis)
     _plain_ticks(axes.yaxis)
+    if law:
+        misses.axhline(0, color="gray", linestyle=":")
+        misses.set(xscale="log", ylabel="loss over the law's, percent")
+    for each in figure.axes:
+        each.set_xlabel("thousand parameters")
+        _plain_ticks(each.xaxis)
     plt.show()
 
 
@@ -305,6 +383,62 @@ def best_rate(curve: Sequence[tuple[float, float]]) -> float:
     place = min(max(int(np.argmin(losses)), 1), len(curve) - 2)
     near = slice(place - 1, place + 2)
     return slice_minimum(rates[near], losses[near])[0]
+
+
+def best_rates() -> dict[tuple[str, str], dict[int, float]]:
+    """The best rate of each width, by optimizer and parametrization."""
+    return {
+        (optimizer, task): {w: best_rate(c) for w, c in rate_curves(optimizer, task).items()}
+        for optimizer in ("adamw", "muon")
+        for task in ("standard", "muP")
+    }
+
+
+def plot_best_rates() -> None:
+    """The best rate over the width, without muP and with it."""
+    _, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    for (optimizer, task), best in best_rates().items():
+        color = "tab:blue" if optimizer == "adamw" else "tab:orange"
+        style = "o--" if task == "standard" else "o-"
+        axes.plot([*best], [*best.values()], style, color=color, label=f"{optimizer}, {task}")
+    axes.set(xscale="log", yscale="log", xlabel="width", ylabel="best learning rate")
+    axes.set_xticks([*best], [str(width) for width in best])
+    axes.minorticks_off()
+    _plain_ticks(axes.yaxis)
+    axes.legend(fontsize=8)
+    plt.show()
+
+
+def plot_batches(loss: float) -> None:
+    """Steps and tokens to a loss over the size of the batch, and the law of diminishing returns."""
+    steps = steps_to(loss)
+    tokens, fewest = np.array([*steps.items()]).T
+    least, critical = critical_batch(steps)
+    _, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    reach = np.geomspace(tokens[0] / 1.5, tokens[-1] * 1.5, 60)
+    axes[0].plot(tokens, fewest, "o")
+    axes[0].plot(reach, least * (1 + critical / reach), color="gray", linewidth=1)
+    axes[1].plot(tokens, fewest * tokens / 1000, "o")
+    axes[1].plot(reach, least * (reach + critical) / 1000, color="gray", linewidth=1)
+    for place, what in zip(axes, ("steps", "thousand tokens"), strict=True):
+        place.axvline(critical, color="tab:red", linestyle=":", label="critical batch")
+        place.set(xscale="log", yscale="log", xlabel="tokens in a batch")
+        place.set_title(f"{what} to a loss of {loss:g}", fontsize=10)
+        place.set_xticks(tokens, [f"{size:,.0f}" for size in tokens])
+        place.minorticks_off()
+        _plain_ticks(place.yaxis)
+    axes[0].legend(fontsize=8)
+    plt.show()
+
+
+def critical_batch(steps: Mapping[int, float]) -> tuple[float, float]:
+    """The least steps S and the critical batch B of steps = S * (1 + B / tokens).
+
+    Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", section 2.3.
+    """
+    tokens, fewest = np.array([*steps.items()]).T
+    slope, least = np.polyfit(1 / tokens, fewest, 1, w=1 / fewest)
+    return float(least), float(slope / least)
 
 
 # ------------------------------------------------------------------------------ muP
