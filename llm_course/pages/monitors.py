@@ -32,7 +32,7 @@ PLANTED = {
     "healthy": "nothing is wrong",
     "frozen": "the optimizer never got the parameters of layer 1",
     "large": "the outputs of layer 0 begin a hundred times too large",
-    "endless": "the learning rate never stops rising: to 0.6 in 1200 steps, instead of to 0.003 in 20",
+    "endless": "the learning rate never stops rising: to 0.6 in 1200 steps, not to 0.003 in 20",
 }
 MONITORS = {
     "update_ratio": "update / weights",
