@@ -85,7 +85,7 @@ def draw_losses(runs: Mapping[str, Sequence[float]], title: str) -> None:
         plt.plot(smooth(losses), style, label=name)
     plt.xlabel("optimizer step")
     plt.ylabel("loss per word")
-    plt.legend(fontsize=8)
+    plt.legend(fontsize=8, ncols=2)
     plt.title(title, fontsize=10)
     plt.show()
 
