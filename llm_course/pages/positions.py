@@ -2,6 +2,7 @@
 models with their tasks.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -47,6 +48,21 @@ def write(prompt: str, place: Place, num_tokens: int = 30) -> str:
     return tokenizer.decode(ids)
 
 
+@torch.no_grad()
+def mixed_up_loss(*, convert: bool = False) -> float:
+    """The storyteller's loss, in nats a token, from weights in Meta's layout, converted or not."""
+    model = copy.deepcopy(load_storyteller()[0])
+    D = model.config.head_dim
+    assert D is not None
+    order = torch.arange(D).view(2, D // 2).T.flatten()  # 0, D/2, 1, ...: as Meta stores a head
+    for name, weight in model.named_parameters():
+        if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
+            rows = weight.unflatten(0, (-1, D))[:, order]
+            weight.copy_((rows[:, order.argsort()] if convert else rows).flatten(0, 1))
+    ids = story_ids()
+    return F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]).item()
+
+
 # ---------------------------------------------------------------------------------------- pictures
 
 
@@ -67,7 +83,7 @@ def draw_turns(positions: Sequence[tuple[int, int]]) -> None:
     for ax, (m, n) in zip(axes, positions, strict=True):
         _draw_arrows(ax, *(complex(math.cos(p), math.sin(p)) for p in (m, n)), names=True)
         ax.set_title(f"m = {m}, n = {n}")
-    fig.suptitle("Both arrows turn, the angle between them stays", fontsize=11)
+    fig.suptitle("Both arrows turn; the angle between them stays", fontsize=11)
     fig.tight_layout()
     plt.show()
 

@@ -225,7 +225,7 @@ def show_attempt(folder: str, change: str) -> None:
 # ------------------------------------------------------------------------------------------- locks
 
 LOCKS = {
-    "a file that says so": "open('lock', 'x')",
+    "a file named lock": "open('lock', 'x')",
     "the system's lock": (
         "from filelock import FileLock; lock = FileLock('system.lock'); lock.acquire(timeout=0)"
     ),
@@ -255,33 +255,50 @@ def killed_holder(kind: str) -> tuple[bool, bool]:
 
 # ------------------------------------------------------------------------------------------ order
 
+# from a configuration and a manager of checkpoints to a run's callbacks
+Callbacks = Callable[[Config, CheckpointManager], list[Callback]]
 
-def row_of_step_8(
-    folder: str,
-    callbacks: Callable[[Config, CheckpointManager], list[Callback]],
-    order: Callable[[list[Callback]], list[Callback]],
-) -> list[float]:
-    """The loss in the log's last row, by a run that is killed after step 8, and by its resume."""
-    rows = []
+
+def _to_step_8(folder: str, callbacks: Callbacks, *, log_interval: int) -> None:
+    """Train up to step 8 from the newest checkpoint in the folder, or from the beginning."""
+    config = line(folder, 8, schedule="constant")
+    config.logging.log_interval = log_interval
+    config.checkpoint.save_interval = 6
+    manager = CheckpointManager(Path(folder, "checkpoints"))
+    path = manager.latest()
+    task = RegressionTask(config)
+    engine = TrainingEngine(config, task, task.build_data(), callbacks(config, manager))
+    engine.setup(load_checkpoint(path) if path else None)
+    quietly(engine.run)
+
+
+def losses_one_by_one(folder: str, callbacks: Callbacks) -> list[float]:
+    """The losses of steps 5 to 8, each in a row of its own."""
+    _to_step_8(folder, callbacks, log_interval=1)
+    return [row["loss"] for row in read_metrics(Path(folder, "metrics.jsonl"))[4:]]
+
+
+def row_of_step_8(folder: str, callbacks: Callbacks) -> list[tuple[float, dict[str, Tensor]]]:
+    """The loss in the log's last row, and the weights at step 8: by a run that is killed after
+    that step, and by its resume.
+    """
+    found = []
     for _ in range(2):
-        config = line(folder, 8, schedule="constant")
-        config.logging.log_interval = 4
-        config.checkpoint.save_interval = 6
-        manager = CheckpointManager(Path(folder, "checkpoints"))
-        path = manager.latest()
-        task = RegressionTask(config)
-        listed = order(callbacks(config, manager))
-        engine = TrainingEngine(config, task, task.build_data(), listed)
-        engine.setup(load_checkpoint(path) if path else None)
-        quietly(engine.run)
-        rows.append(read_metrics(Path(folder, "metrics.jsonl"))[-1]["loss"])
+        _to_step_8(folder, callbacks, log_interval=4)
+        row = read_metrics(Path(folder, "metrics.jsonl"))[-1]
+        found.append((row["loss"], weights(folder)))
         shutil.rmtree(Path(folder, "checkpoints", "step_00000008"))  # as if killed before it
-    return rows
+    return found
 
 
-def saver_first(callbacks: Sequence[Callback]) -> list[Callback]:
+def saver_first(callbacks: Callbacks) -> Callbacks:
     """The same callbacks, with the one that saves in front."""
-    return sorted(callbacks, key=lambda callback: type(callback).__name__ != "Checkpointer")
+
+    def planted(config: Config, manager: CheckpointManager) -> list[Callback]:
+        listed = callbacks(config, manager)
+        return sorted(listed, key=lambda callback: type(callback).__name__ != "Checkpointer")
+
+    return planted
 
 
 # ------------------------------------------------------------------------------ a task of one's own
@@ -344,7 +361,9 @@ def show_disc(run_dir: str) -> float:
     answers = inside.view(101, 101).T
     square.imshow(answers, extent=(-1, 1, -1, 1), origin="lower", cmap="Blues", vmax=1.6)
     square.add_patch(plt.Circle((0, 0), 0.6, fill=False, color="black", lw=0.8))
-    square.set(title=f"{right:.0%} is right", xlabel="x", ylabel="y", xticks=(-1, 0, 1))
+    square.set(
+        title=f"right on {right:.0%} of the square", xlabel="x", ylabel="y", xticks=(-1, 0, 1)
+    )
     figure.tight_layout()
     plt.show()
     return right

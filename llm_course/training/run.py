@@ -187,7 +187,7 @@ def _alone_in(folder: Path, option: str = "--run-dir") -> Iterator[None]:
 
 @contextmanager
 def _alone(config: Config) -> Iterator[None]:
-    """Hold the locks of the run's folder, and of `checkpoint.dir` where that is another one."""
+    """Hold the locks of the run's folder, and of `checkpoint.dir` if that's a different folder."""
     run_dir = Path(config.run_dir)
     named = config.checkpoint.dir is not None
     with ExitStack() as locks:
@@ -324,7 +324,7 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
     shape = replace(config.model, vocab_size=vocab_size)
     by_process = _needed_memory(config, shape, runtime.world_size)
     needed = max(by_process)
-    if home.type == "cpu":  # which the processes of one machine have in common
+    if home.type == "cpu":  # which all processes on one machine share
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
         needed = sum(by_process) * processes // len(by_process)
     if there is not None and needed > there:
