@@ -3,6 +3,7 @@
 import html
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from IPython.display import display
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
@@ -21,6 +23,7 @@ from llm_course.text.batches import (
     PackedDataset,
     ResumableBatchSampler,
     SupervisedDataset,
+    shift,
 )
 from llm_course.text.tokenization import CHAT_TOKENS, SPECIAL_TOKENS, BPETokenizer
 
@@ -102,8 +105,30 @@ def our_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
+def padded_batch(rows: Sequence[Row]) -> Batch:
+    """The same rows, in which the padding is a target like any other token."""
+    pad = story_tokenizer().pad_token_id
+    assert pad is not None
+    tensors = [torch.tensor(row) for row in rows]
+    return shift(pad_sequence(tensors, batch_first=True, padding_value=pad))
+
+
+STEPS = 160
+ROWS = 16  # of a batch
+
+
+def _order(position: int = 0) -> ResumableBatchSampler:
+    return ResumableBatchSampler(len(paragraphs()), ROWS, seed=0, epoch=0, position=position)
+
+
+def unread_paragraphs(steps: int = 20) -> list[Row]:
+    """The paragraphs of the steps that would follow the training."""
+    batches = islice(_order(position=STEPS), steps)
+    return [paragraphs()[index] for indices in batches for index in indices]
+
+
 def train(
-    make_batch: MakeBatch, loss_of: LossOf, *, steps: int = 160
+    make_batch: MakeBatch, loss_of: LossOf, *, steps: int = STEPS
 ) -> tuple[DecoderModel, list[float]]:
     """A tiny decoder, trained on batches of sixteen paragraphs; also its loss at each step."""
     torch.manual_seed(0)
@@ -111,9 +136,8 @@ def train(
     shape = dict(hidden_size=64, num_layers=1, num_heads=4, max_position_embeddings=64)
     model = DecoderModel(ModelConfig(vocab_size=size, **shape))  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    order = ResumableBatchSampler(len(paragraphs()), 16, seed=0, epoch=0)
     losses = []
-    for indices, _ in zip(order, range(steps), strict=False):
+    for indices in islice(_order(), steps):
         batch = make_batch([paragraphs()[index] for index in indices])
         loss = loss_of(model(batch["input_ids"]).logits, batch["labels"])
         loss.backward()
@@ -121,6 +145,12 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     return model, losses
+
+
+@torch.no_grad()
+def measured_loss(model: DecoderModel, batch: Batch) -> float:
+    """The mean loss of a model over the targets of one batch."""
+    return our_loss(model(batch["input_ids"]).logits, batch["labels"]).item()
 
 
 def continue_text(model: DecoderModel, prompt: str, *, most: int = 45) -> str:

@@ -14,7 +14,7 @@ import torch
 from llm_course.model.config import ModelConfig
 from llm_course.model.generation import generate
 from llm_course.pages.engine import END, LONGEST, SIZES, START, Paragraphs, Record
-from llm_course.training.callbacks import MetricsLogger, read_metrics
+from llm_course.training.callbacks import EarlyStopping, MetricsLogger, read_metrics
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import TrainingEngine
 from llm_course.training.hooks import Callback, CallbackList
@@ -240,7 +240,7 @@ def show_gaps(gaps: Mapping[str, Sequence[float]], *, at: int) -> None:
     plt.xlabel("optimizer step")
     plt.ylabel("difference of the loss")
     plt.legend(fontsize=8)
-    plt.title(f"One look after step {at}, and no later step is the same")
+    plt.title(f"Two of three looks after step {at} change every later step")
     plt.show()
 
 
@@ -248,13 +248,14 @@ def show_patience(patience: int, min_delta: float) -> None:
     """Where a patience ends the run that nobody stopped."""
     found = whole_run().column("val_loss")
     steps = [EVERY * number for number in range(1, 1 + len(found))]
+    stopper = EarlyStopping(patience=patience, min_delta=min_delta)
+    asked: list[str] = []
+    engine: Any = SimpleNamespace(stop=asked.append)
     best: list[float] = []
-    waited = 0
     for value in found:
-        better = not best or value < best[-1] - min_delta
-        best.append(value if better else best[-1])
-        waited = 0 if better else waited + 1
-        if waited >= patience:
+        stopper.on_validation_end(engine, {"val_loss": value})
+        best.append(stopper.best)
+        if asked:
             break
     end = len(best)
     kept = min(range(end), key=found.__getitem__)
@@ -262,14 +263,14 @@ def show_patience(patience: int, min_delta: float) -> None:
     plt.plot(steps, found, "o-", ms=3, color="lightgray")
     plt.plot(steps[:end], found[:end], "o-", ms=4, label="validation loss")
     plt.step(steps[:end], best, where="post", color="tab:green", lw=1, label="the best so far")
-    plt.plot(steps[kept], found[kept], "*", color="tab:red", ms=12)
-    if waited >= patience:
+    plt.plot(steps[kept], found[kept], "*", color="tab:red", ms=12, label="the lowest seen")
+    if asked:
         plt.axvspan(steps[end - 1], steps[-1], color="tab:red", alpha=0.1)
     plt.ylim(3, 5.6)
     plt.xlabel("optimizer step")
     plt.ylabel("loss per word, nats")
     plt.legend(fontsize=8)
-    ended = f"ends at step {steps[end - 1]}" if waited >= patience else "never ends the run"
+    ended = f"ends at step {steps[end - 1]}" if asked else "never ends the run"
     plt.title(f"patience {patience} {ended}; its best loss is {found[kept]:.2f}")
     plt.show()
 

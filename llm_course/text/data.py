@@ -45,7 +45,7 @@ from llm_course.text.tokenization import (
 
 # %% ../../nbs/02e_data.ipynb #fbf1f581
 class BaseDataModule:
-    """What the training engine needs of data: prepare once, set up in each process, make loaders.
+    """What the training engine needs from data: prepare once, set up in each process, make loaders.
 
     A subclass that has `batch_size`, `seed` and `num_workers`, and whose `setup` assigns
     `train_dataset` and `val_dataset` (with `__getitems__`), inherits its loaders from here.
@@ -287,7 +287,7 @@ def _new_tokenizer(recipe: TextRecipe, documents: Sequence[str]) -> BaseTokenize
     """Make the tokenizer of a recipe from the training documents."""
     if recipe.tokenizer == "characters":
         characters = sorted(set().union(*documents))
-        names = SPECIAL_TOKENS[1:]  # <PAD> it has by itself
+        names = SPECIAL_TOKENS[1:]  # the class adds <PAD> by itself
         return SimpleCharacterTokenizer.from_text("".join(characters), special_tokens=names)
     return BPETokenizer.train(documents, vocab_size=recipe.vocab_size)
 
@@ -422,6 +422,7 @@ def prepare_text(
     made_of = recipe.made_of(corpus)
     if tokenizer is not None:
         made_of["tokenizer_sha256"] = tokenizer.sha256
+    # a tokenizer that is yet to be trained counts as the expected one until its hash is known
     actual = {"tokenizer_sha256": sha256} | made_of | batching
     check_same_data(expected, actual)
 

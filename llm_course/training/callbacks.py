@@ -120,8 +120,8 @@ class EarlyStopping(_Patience):
 class LRSchedulerCallback(_Patience):
     """Multiply the schedule's learning rates by `factor` when `metric` stops improving.
 
-    It has stopped when `patience` validations in a row bring no improvement. ValueError for a
-    factor outside (0, 1), and for a metric that no validation measures.
+    A metric has stopped improving when `patience` validations in a row bring no new best.
+    ValueError for a factor outside (0, 1), and for a metric that no validation measures.
     """
 
     def __init__(
