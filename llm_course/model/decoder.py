@@ -6,7 +6,7 @@
 __all__ = ['TABLE', 'HEAD', 'with_both_names', 'TiedModel', 'init_weights', 'build_embedding', 'build_rotary',
            'build_sliding_rotary', 'BlockContext', 'block_context', 'context_of', 'run_blocks', 'DecoderOutput',
            'check_inputs', 'router_totals', 'scaled_stream', 'head_logits', 'head_loss', 'update_router_biases',
-           'DecoderLayers', 'DecoderModel']
+           'DecoderModel']
 
 # %% ../../nbs/09c_decoder.ipynb #1004d3e4
 import math
@@ -336,11 +336,15 @@ def _further_loss(
     further = further_loss(model.mtp, x, rows, embed, model._loss, **last)
     return model.config.mtp_loss_coef / len(model.mtp) * further
 
-# %% ../../nbs/09c_decoder.ipynb #c9layers
-class DecoderLayers(TiedModel):
-    """The layers of a `DecoderModel`, with the initial weights of `init_weights`.
+# %% ../../nbs/09c_decoder.ipynb #91f39fc7
+class DecoderModel(TiedModel):
+    """A decoder-only transformer: `DecoderModel(config)(input_ids).logits` has shape (B, T, V).
 
-    ValueError if `config.vocab_size` is None.
+    The initial weights come from `init_weights`. Set `activation_checkpointing = True` to keep only
+    the input of each block for backward, which then recomputes the rest. With `tie_word_embeddings`
+    one tensor has two names, and a file may leave out `lm_head.weight`. Raises ValueError if
+    `config.vocab_size` is None, and in `load_state_dict` for two different tensors under the names
+    of a tied one.
     """
 
     def __init__(self, config: ModelConfig):
@@ -359,25 +363,6 @@ class DecoderLayers(TiedModel):
         self.mtp = nn.ModuleList(MultiTokenPrediction(config) for _ in range(config.num_mtp_layers))
         self._tie()
         init_weights(self, config)
-
-    def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
-        """Balance the experts without a loss; call it after each step with its loads (L, E)."""
-        update_router_biases(self, tokens_per_expert, self.config.num_experts, rate=rate)
-
-    def num_parameters(self) -> int:
-        """The number of learned values, including frozen ones; a tied table counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
-# %% ../../nbs/09c_decoder.ipynb #91f39fc7
-class DecoderModel(DecoderLayers):
-    """A decoder-only transformer: `DecoderModel(config)(input_ids).logits` has shape (B, T, V).
-
-    The initial weights come from `init_weights`. Set `activation_checkpointing = True` to keep only
-    the input of each block for backward, which then recomputes the rest. With `tie_word_embeddings`
-    one tensor has two names, and a file may leave out `lm_head.weight`. Raises ValueError if
-    `config.vocab_size` is None, and in `load_state_dict` for two different tensors under the names
-    of a tied one.
-    """
 
     def forward(
         self,
@@ -434,3 +419,11 @@ class DecoderModel(DecoderLayers):
     def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         z_loss_coef = self.config.z_loss_coef if self.training else 0.0
         return head_loss(self.lm_head, self.norm(x), labels, self.config, z_loss_coef=z_loss_coef)
+
+    def update_router_bias(self, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> None:
+        """Balance the experts without a loss; call it after each step with its loads (L, E)."""
+        update_router_biases(self, tokens_per_expert, self.config.num_experts, rate=rate)
+
+    def num_parameters(self) -> int:
+        """The number of learned values, including frozen ones; a tied table counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
