@@ -26,7 +26,7 @@ def autocasts(*tensors: Tensor) -> bool:
 def check_same_dtype(x: Tensor, weight: Tensor) -> None:
     """ValueError if `x` and a plain `weight` can't be multiplied because their dtypes differ."""
     if type(weight) is not nn.Parameter or getattr(x, "dtype", None) == weight.dtype:
-        return  # a quantised weight, which is a class of its own, knows what it takes
+        return  # a quantised weight has a class of its own, which checks its input
     check_dtype("x", x, "floating")
     if not autocasts(x, weight):
         raise ValueError(
@@ -37,9 +37,9 @@ def check_same_dtype(x: Tensor, weight: Tensor) -> None:
 class Linear(nn.Linear):
     """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
 
-    `forward(x)` maps (..., in_features) to (..., out_features). The result differs from that of
-    `nn.Linear` only by rounding, and the arguments are the same. ValueError if x has another dtype
-    than the weights, unless autocast converts it.
+    `forward(x)` maps (..., in_features) to (..., out_features). It equals `nn.Linear` up to
+    rounding, and takes the same arguments. ValueError if the dtypes of x and the weights differ,
+    unless autocast converts them.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -120,18 +120,6 @@ def draw_depth(gain: float) -> None:
     plt.show()
 
 
-@torch.no_grad()
-def residual_scales(read: Layer, write: Layer, *, depth: int = 50, C: int = 256) -> list[float]:
-    """The RMS of a stream to which random layers add: x = write(x + read(x) W)."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, C, generator=generator)
-    record = [1.0]
-    for _ in range(depth):
-        x = write(x + read(x) @ torch.randn(C, C, generator=generator) / C**0.5)
-        record.append(rms(x).mean().item())
-    return record
-
-
 def draw_lines(
     title: str,
     x: Sequence[float] | Tensor,
