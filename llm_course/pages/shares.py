@@ -184,7 +184,7 @@ def seconds_of_steps(model: nn.Module, rows: int, *, repeats: int) -> dict[str, 
 
 
 def time_steps(
-    runtime: Runtime, *, row_counts: Sequence[int], repeats: int = 8
+    runtime: Runtime, *, row_counts: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Seconds of steps in this process alone, and in all of them by DDP, by tokens in each."""
     torch.manual_seed(0)
