@@ -32,6 +32,108 @@ def _representable(name: str, value: Any, is_real: bool) -> Any:
         raise ValueError(f"{name}={value!r} must be representable in float32: 1.2e-38 to 1e38")
     return float(value)  # so that 1 and 1.0 are saved as the same number
 
+# %% ../../nbs/08a_model_config.ipynb #c8a_rules1
+def _attention_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
+    """The rules on heads, positions and windows: whether each is broken, and the message."""
+    C = config.hidden_size
+    H = config.num_heads
+    types = config.layer_types
+    return [
+        (
+            config.head_dim is None and C % H,
+            f"hidden_size={C} must be a multiple of num_heads={H}, or head_dim must be given",
+        ),
+        (
+            H % (config.num_kv_heads or H),
+            f"num_heads={H} must be a multiple of num_kv_heads={config.num_kv_heads}",
+        ),
+        (
+            config.position_type == "sinusoidal" and C % 2,
+            f"hidden_size={C} must be even for sinusoidal positions",
+        ),
+        (
+            types and not config.sliding_window,
+            "layer_types needs sliding_window: how many tokens a windowed layer attends to",
+        ),
+        (
+            types is not None and len(types) != config.num_layers,
+            f"layer_types={types} must have num_layers={config.num_layers} entries",
+        ),
+    ]
+
+# %% ../../nbs/08a_model_config.ipynb #c8a_rules2
+def _rotary_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
+    """The rules on RoPE's options: whether each is broken, and the message."""
+    rope = config.position_type == "rope"
+    D = config.resolved_head_dim
+    share = config.partial_rotary_factor
+    layers = config.rope_layers
+    factors = (config.rope_scaling and config.rope_scaling.short_factor) or []
+    usual = "must be above 1: 10000 to 1000000 are usual"
+    return [
+        (rope and share == 1 and D % 2, f"head_dim={D} must be even: RoPE rotates pairs"),
+        (
+            rope and (config.rotary_dim % 2 or not config.rotary_dim),
+            f"partial_rotary_factor={share} of head_dim={D} must be an even number of at least"
+            " 2: RoPE rotates pairs",
+        ),
+        (rope and config.rope_theta <= 1, f"rope_theta={config.rope_theta} {usual}"),
+        (
+            config.sliding_rope_theta is not None and config.sliding_rope_theta <= 1,
+            f"sliding_rope_theta={config.sliding_rope_theta} {usual}",
+        ),
+        (
+            config.rope_scaling and not rope,
+            f"rope_scaling needs position_type='rope', not {config.position_type!r}",
+        ),
+        (
+            factors and 2 * len(factors) != config.rotary_dim,
+            f"rope_scaling.short_factor has {len(factors)} numbers, expected"
+            f" {config.rotary_dim // 2}: one for each pair that RoPE rotates in a head",
+        ),
+        (
+            layers is not None and len(layers) != config.num_layers,
+            f"rope_layers={layers} must have num_layers={config.num_layers} entries",
+        ),
+    ]
+
+# %% ../../nbs/08a_model_config.ipynb #c8a_rules3
+def _expert_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
+    """The rules on experts: whether each is broken, and the message."""
+    shared = config.shared_expert_intermediate_size
+    dense = set(config.dense_layers or ())
+    # no list of all layers is built here: a file may ask for a billion of them
+    exist = all(0 <= layer < config.num_layers for layer in dense)
+    some = exist and len(dense) < config.num_layers
+    return [
+        (
+            config.use_moe and config.top_k > config.num_experts,
+            f"top_k={config.top_k} must be at most num_experts={config.num_experts}",
+        ),
+        (
+            config.use_moe and config.mlp_bias,
+            "mlp_bias=True does not go with use_moe=True: experts have no bias, set mlp_bias=False",
+        ),
+        (
+            shared and not config.use_moe,
+            f"shared_expert_intermediate_size={shared} needs use_moe=True",
+        ),
+        (
+            config.shared_expert_gate and not shared,
+            "shared_expert_gate=True needs shared_expert_intermediate_size: the width of the"
+            " expert that it weighs",
+        ),
+        (
+            dense and not (config.use_moe and some),
+            f"dense_layers={config.dense_layers} must be some of the layers 0 to"
+            f" {config.num_layers - 1}, not all, and needs use_moe=True",
+        ),
+        (
+            config.dense_intermediate_size and not dense,
+            f"dense_intermediate_size={config.dense_intermediate_size} needs dense_layers",
+        ),
+    ]
+
 # %% ../../nbs/08a_model_config.ipynb #b5b55b07
 @dataclass(kw_only=True, frozen=True)
 class ModelConfig:
@@ -154,110 +256,10 @@ class ModelConfig:
             is_real = field.type in (float, float | None)
             value = _representable(field.name, getattr(self, field.name), is_real)
             object.__setattr__(self, field.name, value)
-        rules = self._attention_rules() + self._rotary_rules() + self._expert_rules()
+        rules = _attention_rules(self) + _rotary_rules(self) + _expert_rules(self)
         for wrong, message in rules:
             if wrong:
                 raise ValueError(message)
-
-    def _attention_rules(self) -> list[tuple[Any, str]]:
-        """The rules on heads, positions and windows: whether each is broken, and the message."""
-        C = self.hidden_size
-        H = self.num_heads
-        types = self.layer_types
-        return [
-            (
-                self.head_dim is None and C % H,
-                f"hidden_size={C} must be a multiple of num_heads={H}, or head_dim must be given",
-            ),
-            (
-                H % (self.num_kv_heads or H),
-                f"num_heads={H} must be a multiple of num_kv_heads={self.num_kv_heads}",
-            ),
-            (
-                self.position_type == "sinusoidal" and C % 2,
-                f"hidden_size={C} must be even for sinusoidal positions",
-            ),
-            (
-                types and not self.sliding_window,
-                "layer_types needs sliding_window: how many tokens a windowed layer attends to",
-            ),
-            (
-                types is not None and len(types) != self.num_layers,
-                f"layer_types={types} must have num_layers={self.num_layers} entries",
-            ),
-        ]
-
-    def _rotary_rules(self) -> list[tuple[Any, str]]:
-        """The rules on RoPE's options: whether each is broken, and the message."""
-        rope = self.position_type == "rope"
-        D = self.resolved_head_dim
-        share = self.partial_rotary_factor
-        layers = self.rope_layers
-        factors = (self.rope_scaling and self.rope_scaling.short_factor) or []
-        usual = "must be above 1: 10000 to 1000000 are usual"
-        return [
-            (rope and share == 1 and D % 2, f"head_dim={D} must be even: RoPE rotates pairs"),
-            (
-                rope and (self.rotary_dim % 2 or not self.rotary_dim),
-                f"partial_rotary_factor={share} of head_dim={D} must be an even number of at least"
-                " 2: RoPE rotates pairs",
-            ),
-            (rope and self.rope_theta <= 1, f"rope_theta={self.rope_theta} {usual}"),
-            (
-                self.sliding_rope_theta is not None and self.sliding_rope_theta <= 1,
-                f"sliding_rope_theta={self.sliding_rope_theta} {usual}",
-            ),
-            (
-                self.rope_scaling and not rope,
-                f"rope_scaling needs position_type='rope', not {self.position_type!r}",
-            ),
-            (
-                factors and 2 * len(factors) != self.rotary_dim,
-                f"rope_scaling.short_factor has {len(factors)} numbers, expected"
-                f" {self.rotary_dim // 2}: one for each pair that RoPE rotates in a head",
-            ),
-            (
-                layers is not None and len(layers) != self.num_layers,
-                f"rope_layers={layers} must have num_layers={self.num_layers} entries",
-            ),
-        ]
-
-    def _expert_rules(self) -> list[tuple[Any, str]]:
-        """The rules on experts: whether each is broken, and the message."""
-        shared = self.shared_expert_intermediate_size
-        dense = set(self.dense_layers or ())
-        # no list of all layers is built here: a file may ask for a billion of them
-        exist = all(0 <= layer < self.num_layers for layer in dense)
-        some = exist and len(dense) < self.num_layers
-        return [
-            (
-                self.use_moe and self.top_k > self.num_experts,
-                f"top_k={self.top_k} must be at most num_experts={self.num_experts}",
-            ),
-            (
-                self.use_moe and self.mlp_bias,
-                "mlp_bias=True does not go with use_moe=True: experts have no bias, set"
-                " mlp_bias=False",
-            ),
-            (
-                shared and not self.use_moe,
-                f"shared_expert_intermediate_size={shared} needs use_moe=True",
-            ),
-            (
-                self.shared_expert_gate and not shared,
-                "shared_expert_gate=True needs shared_expert_intermediate_size: the width of the"
-                " expert that it weighs",
-            ),
-            (
-                dense and not (self.use_moe and some),
-                f"dense_layers={self.dense_layers} must be some of the layers 0 to"
-                f" {self.num_layers - 1}, not all, and needs use_moe=True",
-            ),
-            (
-                self.dense_intermediate_size and not dense,
-                f"dense_intermediate_size={self.dense_intermediate_size} needs dense_layers",
-            ),
-        ]
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
