@@ -230,7 +230,7 @@ def test_an_answer_can_be_filtered(published, capsys):
     "words, message",
     [
         (["--model", "nowhere.gguf"], "nowhere.gguf is no file"),
-        (["--model", "nowhere"], "'nowhere' is no folder, and no name on the hub"),
+        (["--model", "nowhere"], "'nowhere' is neither a folder nor a model's name on the hub"),
         (["--model", "no.gguf"], "no.gguf is no GGUF file"),
     ],
 )

@@ -623,6 +623,21 @@ def asked_again():
     hardware._ask_for_bf16.cache_clear()
 
 
+def dtype_of_a_step(model, monkeypatch):
+    """The type in which the optimizer of a configuration runs Newton-Schulz."""
+    used = []
+    optimizer = build_optimizer(model, OptimizationConfig(optimizer="muon"))
+    model(torch.ones(2)).sum().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "llm_course.training.muon.newton_schulz",
+            lambda matrices, *, dtype: used.append(dtype) or matrices,
+        )
+        optimizer.step()
+    assert len(used) == 1
+    return used[0]
+
+
 def test_dtype_follows_the_hardware(monkeypatch, asked_again):
     for supported in ((True, False), (False, True), (False, False)):
         hardware._ask_for_bf16.cache_clear()
@@ -630,9 +645,7 @@ def test_dtype_follows_the_hardware(monkeypatch, asked_again):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: supported[1])  # noqa: B023
         expected = torch.bfloat16 if any(supported) else torch.float32
         assert muon_dtype(torch.device("cpu")) == expected
-        assert (
-            build_optimizer(nn.Linear(2, 2), OptimizationConfig(optimizer="muon")).dtype == expected
-        )
+        assert dtype_of_a_step(nn.Linear(2, 2), monkeypatch) == expected
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     assert muon_dtype(torch.device("cuda")) == torch.float32
 

@@ -83,7 +83,7 @@ def _check_options(softcap: float | None, z_loss_coef: float) -> None:
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
     """ValueError names the first label outside the vocabulary, and its position.
 
-    Only where a look at the labels costs no wait for the device, and not when compiled.
+    Skipped where reading the labels would mean waiting for the device, and when compiled.
     """
     if labels.device.type not in ("cpu", "mps") or torch.compiler.is_compiling():
         return
@@ -98,7 +98,7 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
 
 
 def _prepared(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Without gradients where these are switched off, and in autocast's type where that is on."""
+    """Detach both if gradients are off, and convert both to autocast's type if it is on."""
     if not torch.is_grad_enabled():  # then no gradient is computed
         hidden = hidden.detach()
         weight = weight.detach()

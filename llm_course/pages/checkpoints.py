@@ -22,6 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from safetensors.torch import load_file, save_file
 
 from llm_course.pages.engine import make_engine
+from llm_course.pages.storyteller import load_storyteller
 from llm_course.training.checkpointing import (
     Checkpointer,
     CheckpointManager,
@@ -194,7 +195,7 @@ def show_plug(killed: Killed, resumed: Mapping[int, float], forget: str = "nothi
 
 
 def show_forgotten(runs: Mapping[str, Mapping[int, float]]) -> None:
-    """The losses of runs that forgot a part, less those of the run that was never stopped."""
+    """The losses of runs that forgot a part, minus those of the run that was never stopped."""
     straight = never_stopped()
     plt.figure(figsize=(6.5, 2.8))
     for (name, losses), marker in zip(runs.items(), "osv^D", strict=False):
@@ -203,7 +204,7 @@ def show_forgotten(runs: Mapping[str, Mapping[int, float]]) -> None:
     plt.axhline(0, color="gray", lw=1)
     plt.gca().xaxis.set_major_locator(MaxNLocator(integer=True))
     plt.xlabel("optimizer step")
-    plt.ylabel("loss, less the right one")
+    plt.ylabel("loss minus the uninterrupted run's")
     plt.ylim(top=1.6 * plt.ylim()[1])
     plt.title("Each forgotten part changes the run, and none raises an error", fontsize=11)
     plt.legend(fontsize=8, ncols=2, loc="upper center")
@@ -239,6 +240,23 @@ def flip_bit(file: Path, *, byte: int, bit: int) -> None:
     content = bytearray(file.read_bytes())
     content[byte] ^= 1 << bit
     file.write_bytes(content)
+
+
+def save_storyteller(file: Path) -> None:
+    """Write the storyteller's weights. Its head is the embedding, which is stored once."""
+    weights = load_storyteller()[0].state_dict()
+    save_file({name: weights[name] for name in weights if name != "lm_head.weight"}, file)
+
+
+def tell(file: Path, *, num: int = 28) -> str:
+    """The first words of a story by the storyteller, with the weights of `file`."""
+    model, tokenizer = load_storyteller()
+    model = copy.deepcopy(model)
+    model.load_state_dict(load_file(file), strict=False)  # the tied head isn't in the file
+    ids = torch.tensor([tokenizer.encode("Once upon a time")])
+    for _ in range(num):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return tokenizer.decode(ids[0].tolist()).strip()
 
 
 def numbered(step: int, **metrics: float) -> State:

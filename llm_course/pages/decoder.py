@@ -47,17 +47,17 @@ def text_of(ids: Sequence[int]) -> str:
     return load_storyteller()[1].decode(list(ids))
 
 
-def show_next(logits: Tensor, place: int, *, count: int = 8) -> None:
-    """The likeliest tokens after `place` of the story, from logits (T, V)."""
+def show_next(logits: Tensor, position: int, *, count: int = 8) -> None:
+    """The likeliest tokens after `position` of the story, from logits (T, V)."""
     ids = story_ids()[0].tolist()
-    best = logits[place].softmax(-1).topk(count)
+    best = logits[position].softmax(-1).topk(count)
     names = [repr(text_of([token]))[1:-1].replace("$", r"\$") for token in best.indices.tolist()]
     _, ax = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
     ax.barh(range(count), best.values, color="tab:blue")
     ax.set_yticks(range(count), names)
     ax.invert_yaxis()
     ax.set(xlim=(0, 1), xlabel="probability of the next token")
-    ax.set_title("... " + text_of(ids[max(0, place - 9) : place + 1]) + " _", fontsize=10)
+    ax.set_title("... " + text_of(ids[max(0, position - 9) : position + 1]) + " _", fontsize=10)
     plt.show()
 
 
@@ -79,14 +79,14 @@ def show_curves(
 
 
 def show_grids(grids: Mapping[str, Tensor]) -> None:
-    """Which places (columns) moved when a token (rows) was changed."""
+    """Which positions (columns) moved when a token (rows) was changed."""
     fig, axes = plt.subplots(1, len(grids), figsize=(5, 2.5), sharey=True, layout="constrained")
     for ax, (name, grid) in zip(axes, grids.items(), strict=True):
         ax.imshow(grid, cmap="Blues", vmin=0, vmax=1.5)
-        ax.set(xlabel="place that moved")
+        ax.set(xlabel="position that moved")
         ax.set_title(name, fontsize=9)
     axes[0].set_ylabel("changed token")
-    fig.suptitle("A sound model moves later places only", fontsize=11)
+    fig.suptitle("A sound model moves later positions only", fontsize=11)
     plt.show()
 
 

@@ -1,9 +1,7 @@
 """What the pages of chapter 15 draw."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -15,7 +13,6 @@ BLUE = "tab:blue"
 ORANGE = "tab:orange"
 GRAY = "gray"
 Step = dict[str, Any]  # its tokens, and the seconds of steps, alone and together
-RECORD = Path(__file__).with_name("distributed_runs.json")  # by scripts/data_parallel.py
 
 
 # ---------------------------------------------------------------------------------------- the ring
@@ -118,12 +115,7 @@ def show_events(events: Sequence[Any]) -> list[int]:
     return leaving
 
 
-def recorded_steps() -> list[Step]:
-    """The steps that `scripts/data_parallel.py` has timed, in several rounds."""
-    return [run for each in json.loads(RECORD.read_text())["rounds"] for run in each]
-
-
-def gains(steps: Sequence[Step], kind: str = "processor") -> dict[int, float]:
+def gains(steps: Sequence[Step], kind: str) -> dict[int, float]:
     """How many times the tokens of one process two of them get through in a second, by tokens.
 
     The fastest step of each size counts: what else the machine did made the others slower.
@@ -134,24 +126,6 @@ def gains(steps: Sequence[Step], kind: str = "processor") -> dict[int, float]:
         for how in found:
             found[how] = min(found[how], *step[how][kind])
     return {tokens: 2 * of["alone"] / of["together"] for tokens, of in fastest.items()}
-
-
-def show_scaling(found: Mapping[str, Mapping[int, float]]) -> None:
-    """Measured speeds of two processes over that of one, by tokens in each."""
-    plt.figure(figsize=(5, 2.6))
-    plt.axhline(2, color=GRAY, lw=1, ls=":", label="no cost at all")
-    plt.axhline(1, color=GRAY, lw=1, ls="--", label="one process")
-    for (name, speeds), style in zip(found.items(), ("o-", "s--"), strict=False):
-        plt.plot(list(speeds), list(speeds.values()), style, label=name)
-    plt.xscale("log", base=2)
-    plt.xticks(list(speeds), [str(count) for count in speeds])
-    plt.ylim(0, 2.2)
-    plt.xlabel("tokens in each process and step")
-    plt.ylabel("speed of two over one")
-    plt.legend(fontsize=8)
-    plt.title("The more tokens, the less the messages cost", fontsize=10)
-    plt.tight_layout()
-    plt.show()
 
 
 def show_speedups(speedup: Callable[[int], float], processes: int) -> None:

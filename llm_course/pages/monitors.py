@@ -32,7 +32,7 @@ PLANTED = {
     "healthy": "nothing is wrong",
     "frozen": "the optimizer never got the parameters of layer 1",
     "large": "the outputs of layer 0 begin a hundred times too large",
-    "endless": "the learning rate never stops rising: the warmup has 1200 steps instead of 20",
+    "endless": "the learning rate never stops rising: to 0.6 in 1200 steps, not to 0.003 in 20",
 }
 MONITORS = {
     "update_ratio": "update / weights",
@@ -191,7 +191,7 @@ def show_losses(faults: Mapping[str, str]) -> None:
 
 
 def draw_monitor(ax: Axes, fault: str, monitor: str, until: int = STEPS) -> None:
-    """A line for each layer up to step `until`, over those of the healthy run in gray."""
+    """A line for each layer up to step `until`, over those of the healthy run in grey."""
     for layer in LAYERS:
         healthy = column("healthy", monitor, layer)
         ax.plot(list(healthy), list(healthy.values()), color="lightgray", lw=4)
@@ -206,9 +206,11 @@ def draw_monitor(ax: Axes, fault: str, monitor: str, until: int = STEPS) -> None
 
 
 def show_monitors(faults: Sequence[str], monitors: Sequence[str]) -> None:
-    """A row of pictures for each fault, a column for each monitor."""
+    """A row of pictures for each fault, a column with one scale for each monitor."""
     size = (3.6 * len(monitors), 2.3 * len(faults))
-    figure, axes = plt.subplots(len(faults), len(monitors), figsize=size, squeeze=False)
+    figure, axes = plt.subplots(
+        len(faults), len(monitors), figsize=size, squeeze=False, sharey="col"
+    )
     for row, fault in zip(axes, faults, strict=True):
         for ax, monitor in zip(row, monitors, strict=True):
             draw_monitor(ax, fault, monitor)
@@ -229,7 +231,7 @@ def show_until(fault: str, monitor: str, until: int) -> None:
     left.set_title("loss per word", fontsize=10)
     draw_monitor(right, fault, monitor, until)
     right.legend(fontsize=7)
-    figure.suptitle(f"{fault}, up to step {until} (gray: the healthy run)", fontsize=11)
+    figure.suptitle(f"{fault}, up to step {until} (grey: the healthy run)", fontsize=11)
     figure.tight_layout()
     plt.show()
 

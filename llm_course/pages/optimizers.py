@@ -25,7 +25,7 @@ class Stepper(Protocol):
 
 Factory = Callable[[Any], Stepper]  # from parameters to an optimizer
 STEEP = torch.tensor([100.0, 1.0])  # curvature across and along the valley
-STYLES = ("-", "--", "-.", ":", "-")
+STYLES = ("-", "--", "-.", ":", "-", "--")
 
 # ------------------------------------------------------------------------------ stories
 
@@ -85,7 +85,7 @@ def draw_losses(runs: Mapping[str, Sequence[float]], title: str) -> None:
         plt.plot(smooth(losses), style, label=name)
     plt.xlabel("optimizer step")
     plt.ylabel("loss per word")
-    plt.legend(fontsize=8)
+    plt.legend(fontsize=8, ncols=2)
     plt.title(title, fontsize=10)
     plt.show()
 
@@ -276,7 +276,10 @@ def draw_strengths(before: Tensor, after: Tensor) -> None:
     plt.ylabel("strength")
     plt.ylim(1e-4, 5)
     plt.legend(loc="lower left", fontsize=8)
-    plt.title("The weak directions of a real gradient are lifted to the strong ones", fontsize=10)
+    plt.title(
+        "The weak directions of a real gradient are lifted to the level of the strong ones",
+        fontsize=10,
+    )
     plt.show()
 
 

@@ -1,6 +1,7 @@
 """What the processes on the pages of chapter 15 train: a tiny decoder, and rows to share."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -182,7 +184,7 @@ def seconds_of_steps(model: nn.Module, rows: int, *, repeats: int) -> dict[str, 
 
 
 def time_steps(
-    runtime: Runtime, *, row_counts: Sequence[int], repeats: int = 8
+    runtime: Runtime, *, row_counts: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """Seconds of steps in this process alone, and in all of them by DDP, by tokens in each."""
     torch.manual_seed(0)
@@ -199,6 +201,18 @@ def time_steps(
 
 
 # ---------------------------------------------------------------------------------------- sharding
+
+
+def count_collectives(runtime: Runtime) -> dict[str, int]:
+    """How often each collective runs in forward and backward of four blocks under FSDP."""
+    model = make_model(num_layers=4)
+    manager("fsdp").shard(model, bf16=False)
+    with warnings.catch_warnings(), CommDebugMode() as watch:
+        warnings.simplefilter("ignore")  # its hooks mind that token ids have no gradient
+        model(**rows(runtime.rank)).loss_sum.backward()
+    names = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}
+    counts = {str(op).split(".")[-1]: times for op, times in watch.get_comm_counts().items()}
+    return {names.get(name, name): times for name, times in counts.items()}
 
 
 def whole_groups(runtime: Runtime) -> list[list[bool]]:

@@ -73,7 +73,8 @@ def between_special_tokens(
 ) -> Iterator[str]:
     """Split the texts at the names of special tokens, and yield the ordinary text between them.
 
-    Bytes that aren't UTF-8 become lone surrogates. ValueError for a single text instead of several.
+    Bytes that aren't UTF-8 become lone surrogates: code points that Python keeps for such bytes.
+    ValueError for a single text instead of several.
     """
     check_texts(texts)
     special = regex.compile(any_of(special_tokens))

@@ -206,6 +206,21 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from None
 
 # %% ../../nbs/18a_checkpointing.ipynb #44fa5185
+def _parts(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """What goes into the three files: the model's tensors, the other tensors, and the tree."""
+    tree, tensors = split_tensors({name: part for name, part in state.items() if name != "model"})
+    for name, tensor in state["model"].items():
+        _check_storable(tensor, f"model.{name}")
+    model, model_aliases = _without_shared(state["model"])
+    tensors, aliases = _without_shared(tensors)
+    tree |= {
+        "model_aliases": model_aliases,
+        "optimizer_aliases": aliases,
+        "torch": torch.__version__,
+    }
+    return model, tensors, tree
+
+
 def _share_permissions(folder: Path) -> None:
     """safetensors lets only the owner read its files: give them the permissions of state.json."""
     for name in ("model", "optimizer"):
@@ -219,7 +234,7 @@ def _manifest_of(state: dict[str, Any], folder: Path, *, step: int) -> dict[str,
         path.name: {"size": path.stat().st_size, "sha256": sha256.result()}
         for path, sha256 in _hashed_together(sorted(folder.iterdir()))
     }
-    # otherwise the metrics belong to earlier weights
+    # the metrics of an earlier step belong to other weights
     measured = state.get("state", {}).get("validated_step", step) == step
     return {
         "step": step,
@@ -230,16 +245,7 @@ def _manifest_of(state: dict[str, Any], folder: Path, *, step: int) -> dict[str,
 # %% ../../nbs/18a_checkpointing.ipynb #44fa5186
 def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
     """Write the four files of a checkpoint, and force them to the disk."""
-    tree, tensors = split_tensors({name: part for name, part in state.items() if name != "model"})
-    for name, tensor in state["model"].items():
-        _check_storable(tensor, f"model.{name}")
-    model, model_aliases = _without_shared(state["model"])
-    tensors, aliases = _without_shared(tensors)
-    tree |= {
-        "model_aliases": model_aliases,
-        "optimizer_aliases": aliases,
-        "torch": torch.__version__,
-    }
+    model, tensors, tree = _parts(state)
     save_file(model, folder / "model.safetensors")
     save_file(tensors, folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")

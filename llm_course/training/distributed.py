@@ -21,13 +21,31 @@ from ..hardware import resolve_device
 from .config import DistributedConfig
 from .runtime import Runtime
 
+# %% ../../nbs/15a_distributed.ipynb #15aplace
+def _place_in_environment() -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK; ValueError if one is missing or no whole number."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is not in the environment: start with torchrun, or set"
+            " distributed.world_size"
+        )
+    try:
+        rank, world_size, local_rank = (int(os.environ[name]) for name in names)
+    except ValueError as error:
+        raise ValueError(
+            f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}"
+        ) from None
+    return rank, world_size, local_rank
+
 # %% ../../nbs/15a_distributed.ipynb #b737f2ec
 class Joined(Runtime):
     """A process that has met the others; a context manager.
 
-    The environment says which process this is (RANK, WORLD_SIZE, LOCAL_RANK and the address of the
-    first), as `launch` and torchrun, also under Slurm, set it; ValueError if it doesn't, and where
-    `config` asks for another strategy.
+    RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 are read from the environment, where
+    `launch` or torchrun (also under Slurm) has set them. ValueError if one of the three is missing
+    or no number, and if `config` asks for another strategy.
     """
 
     strategy = "ddp"  # what this class does, the last word of distributed.strategy
@@ -40,20 +58,7 @@ class Joined(Runtime):
             )
         self.config = config
         self.device_name = device
-        missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"{missing[0]} is not in the environment: start with torchrun, or set"
-                " distributed.world_size"
-            )
-        try:
-            self.rank, self.world_size, self.local_rank = (
-                int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}"
-            ) from None
+        self.rank, self.world_size, self.local_rank = _place_in_environment()
 
     def __enter__(self) -> Self:
         on_cuda = resolve_device(self.device_name).type == "cuda"
@@ -99,7 +104,7 @@ class ProcessGroup(Joined):
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """A process for each part of the data; None is all of them."""
+        """The group among which the rows are shared; None means all processes."""
         return None
 
     def sum(self, tensor: Tensor) -> Tensor:

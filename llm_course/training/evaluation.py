@@ -17,7 +17,7 @@ from ..checks import check_columns, check_numbers, check_sizes
 
 # %% ../../nbs/21a_evaluation.ipynb #b21a013
 class Interval(NamedTuple):
-    """A number, the interval in which it would probably be with other questions, and how many."""
+    """A score, its confidence interval, and the number of questions behind it."""
 
     value: float
     low: float
@@ -47,6 +47,13 @@ def _group_sums(
         )
     return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
 
+# %% ../../nbs/21a_evaluation.ipynb #b21a014c
+def _resampled(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Draw groups with replacement, and add up their rows of `sums`: one row for each resample."""
+    rng = np.random.default_rng(seed)
+    draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)  # (R, G)
+    return draws @ sums
+
 # %% ../../nbs/21a_evaluation.ipynb #b21a014
 def bootstrap(
     values: Sequence[float],
@@ -67,16 +74,14 @@ def bootstrap(
     check_sizes(resamples=resamples)
     check_sizes(0, seed=seed)
     sums = _group_sums(values, sizes, groups)  # (G, 2)
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)  # (R, G)
-    totals = draws @ sums
+    totals = _resampled(sums, resamples, seed)  # (R, 2)
     ratios = totals[:, 0] / totals[:, 1]
     tail = (1 - confidence) / 2
     low, high = np.quantile(ratios, [tail, 1 - tail])
     value, size = sums.sum(axis=0)
     return Interval(float(value / size), float(low), float(high), len(values))
 
-# %% ../../nbs/21a_evaluation.ipynb #b21a026
+# %% ../../nbs/21a_evaluation.ipynb #b21a025a
 class Comparison(NamedTuple):
     """How much better the second of two models is on the same questions."""
 
@@ -84,7 +89,7 @@ class Comparison(NamedTuple):
     wins: float  # the share of resamples in which the second is better; ties count half
     disagree: float  # the share of questions on which the two differ
 
-
+# %% ../../nbs/21a_evaluation.ipynb #b21a026
 def compare(
     first: Sequence[float],
     second: Sequence[float],
@@ -94,16 +99,15 @@ def compare(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Comparison:
-    """Compare the scores of two models question by question; ValueError as `bootstrap`."""
+    """Compare the scores of two models question by question; ValueError as in `bootstrap`."""
     scores = check_columns(first=first, second=second)
     differences = [b - a for a, b in zip(*scores, strict=True)]
     interval = bootstrap(
         differences, groups=groups, confidence=confidence, resamples=resamples, seed=seed
     )
     sums = _group_sums(differences, None, groups)[:, 0]
-    rng = np.random.default_rng(seed)
-    draws = rng.multinomial(len(sums), [1 / len(sums)] * len(sums), size=resamples)
-    signs = np.sign((draws @ sums).round(9))  # sums of fractions: 1e-16 is a tie
+    # sums of fractions: 1e-16 is a tie
+    signs = np.sign(_resampled(sums, resamples, seed).round(9))
     wins = float((signs + 1).mean() / 2)
     return Comparison(interval, wins, float(np.mean(np.asarray(differences) != 0)))
 
@@ -111,7 +115,7 @@ def compare(
 def questions_needed(
     difference: float, disagree: float, *, power: float = 0.8, confidence: float = 0.95
 ) -> int:
-    """How many questions show a `difference` in accuracy in a share `power` of all trials.
+    """The number of questions that reveal a `difference` in accuracy in a share `power` of trials.
 
     `disagree` is the share of questions on which exactly one of the two models is right. The
     normal approximation of McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
@@ -126,7 +130,7 @@ def questions_needed(
     distance = max(0.0, quantile((1 + confidence) / 2) + quantile(power))
     return max(1, math.ceil((distance * deviation / difference) ** 2))
 
-# %% ../../nbs/21a_evaluation.ipynb #b21a036
+# %% ../../nbs/21a_evaluation.ipynb #b21a035a
 class Bin(NamedTuple):
     """The answers whose confidence lies in one range."""
 
@@ -134,11 +138,11 @@ class Bin(NamedTuple):
     accuracy: float
     count: int  # type: ignore[assignment]  # hides tuple.count
 
-
+# %% ../../nbs/21a_evaluation.ipynb #b21a036
 def reliability(
     confidences: Sequence[float], correct: Sequence[bool], *, num_bins: int = 10
 ) -> list[Bin]:
-    """Bins of equal width that hold any answers, from the least confident to the most.
+    """The bins of equal width that have at least one answer, from the least confident to the most.
 
     ValueError for a confidence or a mark outside 0 to 1, and for columns that differ in length.
     """
@@ -157,7 +161,7 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The expected calibration error (ECE): the mean gap of confidence and accuracy, by count.
+    """The expected calibration error (ECE): the gap between accuracy and confidence, by answer.
 
     ValueError for bins without answers.
     """

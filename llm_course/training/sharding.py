@@ -28,7 +28,7 @@ from .distributed import DistributedManager
 
 # %% ../../nbs/15b_sharding.ipynb #15bset01
 def _settings(device: torch.device, config: DistributedConfig, *, bf16: bool) -> dict[str, Any]:
-    """In which types FSDP computes and adds up, and where shards rest between uses."""
+    """The number types in which FSDP computes and sums, and where shards are kept between uses."""
     offload = (
         CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     )
@@ -42,7 +42,7 @@ def _settings(device: torch.device, config: DistributedConfig, *, bf16: bool) ->
 
 @contextmanager
 def no_gradient_sync(model: FSDPModule) -> Iterator[None]:
-    """Within, a backward pass keeps its whole gradients here: nothing travels."""
+    """Inside it, backward keeps whole gradients in this process and sends nothing."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -66,10 +66,10 @@ def shard_blocks(
 
 # %% ../../nbs/15b_sharding.ipynb #2104936a
 def whole_tree(tree: Any, *, keep: bool) -> Any:
-    """`tree`, of nested dicts, with full tensors on the CPU instead of shares.
+    """`tree`, of nested dicts, with full tensors on the CPU in place of shards.
 
     All processes must call it; without `keep`, this one only helps to gather, and gets empty
-    tensors. What isn't a share is returned as it is.
+    tensors. Anything that isn't a shard is returned unchanged.
     """
     if isinstance(tree, dict):
         return {name: whole_tree(value, keep=keep) for name, value in tree.items()}
@@ -80,19 +80,20 @@ def whole_tree(tree: Any, *, keep: bool) -> Any:
 
 
 def spread(value: Any, like: Tensor) -> Any:
-    """This process's share of a full tensor, laid out like `like`.
+    """This process's shard of a full tensor, laid out like `like`.
 
     Anything else, such as a tensor of another shape, is returned as it is.
     """
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
+    # each process has the whole tensor, so nobody sends anything: src_data_rank=None
     return distribute_tensor(
         value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
 
 # %% ../../nbs/15b_sharding.ipynb #15bchk01
 class Checkpointed(DistributedManager):
-    """Hands out and takes back whole tensors, however the processes share them."""
+    """Hands out and takes back whole tensors, however they are divided among processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor that may be spread over the processes."""
@@ -104,7 +105,7 @@ class Checkpointed(DistributedManager):
         first = {name: names.setdefault(parameter, name) for name, parameter in parameters}
         state: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
-            again = state.get(first.get(name, name))  # of a tied table, under its second name
+            again = state.get(first.get(name, name))  # a tied table, under its second name
             state[name] = whole_tree(tensor, keep=self.is_main) if again is None else again
         return state
 
@@ -147,4 +148,4 @@ class ShardedManager(Checkpointed):
         return no_gradient_sync(cast(FSDPModule, model))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return self.whole(super().clip(parameters, max_norm))
+        return self.whole(super().clip(parameters, max_norm))  # of all shards

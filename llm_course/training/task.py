@@ -139,7 +139,7 @@ class LinearDataModule(BaseDataModule):
             "seed": self.seed,
         }
 
-
+# %% ../../nbs/13b_task.ipynb #o13b0023
 class _Rows:
     def __init__(self, x: Tensor, y: Tensor):
         self.x = x
@@ -153,7 +153,7 @@ class _Rows:
 
 # %% ../../nbs/13b_task.ipynb #e6048610
 class RegressionTask(TrainingTask):
-    """Linear regression by the squared error, so small that the right answer is known.
+    """Linear regression by squared error, whose best answer is known in closed form.
 
     `data.synthetic` has the sizes.
     """
