@@ -601,10 +601,10 @@ REFUSED = [
         "'training.max_step' is not a key",
     ),  # no abbreviations
     (
-        ["--lr", "3"],
+        ["--qqq", "3"],
         None,
         {},
-        "'lr' is not a key of the configuration; --print_config shows all of them",
+        "'qqq' is not a key of the configuration; --print_config shows all of them",
     ),
     (["--model.rope_scaling.factr=4"], None, {}, "do you mean 'model.rope_scaling.factor'?"),
     # the right word in another section

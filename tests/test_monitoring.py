@@ -114,9 +114,10 @@ def test_the_memory_is_that_of_this_process_and_not_of_the_one_that_started_it()
         "from __future__ import annotations\nimport re, sys\nfrom pathlib import Path\nfrom types"
         " import SimpleNamespace\n"
     )
-    call = "print(peak_memory_bytes(SimpleNamespace(type='cpu')))"
     # without torch, the process is small
-    program = names + inspect.getsource(peak_memory_bytes) + call
+    cpu = "torch = SimpleNamespace(device=lambda name: SimpleNamespace(type=name))\n"
+    call = "print(peak_memory_bytes('cpu'))"
+    program = names + cpu + inspect.getsource(peak_memory_bytes) + call
     child = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
