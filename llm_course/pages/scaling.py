@@ -246,7 +246,9 @@ def plot_parabolas(runs: Runs, budget: float) -> None:
 
 def _finish_slice(axes: Any, chosen: Runs, budget: float) -> None:
     axes.set(xscale="log", xlabel="thousand parameters", ylabel="loss, nats per token")
-    axes.set(title=f"{len(chosen.N)} models, {_operations(budget)} operations each")
+    axes.set(
+        title=f"{len(chosen.N)} models, each with a budget of {_operations(budget)} operations"
+    )
     axes.margins(x=0.15, y=0.2)
     _plain_ticks(axes.xaxis)
     plt.show()
@@ -275,9 +277,9 @@ def plot_slices(runs: Runs, floor: float, law: Law | None = None) -> None:
             N = np.geomspace(chosen.N[0] / 1.3, chosen.N[-1] * 1.3, 60)
             axes.plot(N / 1000, law.loss(N, budget / 6 / N) - floor, color=f"C{place}", linewidth=1)
             off = 100 * (chosen.loss / law.loss(chosen.N, chosen.D) - 1)
-            misses.plot(chosen.N / 1000, off, "o-", color=f"C{place}", linewidth=0.7)
+            misses.plot(chosen.N / 1000, off, "o-", linewidth=0.7, **style)
     axes.set(xscale="log", yscale="log", ylabel="nats above the floor")
-    axes.legend(title="operations", fontsize=8)
+    (misses if law else axes).legend(title="operations", fontsize=8)
     _plain_ticks(axes.yaxis)
     if law:
         misses.axhline(0, color="gray", linestyle=":")
