@@ -343,12 +343,18 @@ def move(page, control) -> None:
     """Change what a control says, as a hand would."""
     kind = control.get_attribute("class")
     if "widget-slider" in kind:
-        control.locator(".noUi-handle").first.focus()
         before = control.inner_text()
-        page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(100)
-        if control.inner_text() == before:  # it was at its end
-            page.keyboard.press("ArrowLeft")
+        for way in (1, -1):  # to the right, or to the left if it's at its end
+            if control.inner_text() != before:
+                break
+            # by the mouse: a slider that waits for the release doesn't hear the arrow keys
+            box = control.locator(".noUi-handle").first.bounding_box()
+            x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+            page.mouse.move(x, y)
+            page.mouse.down()
+            page.mouse.move(x + way * 40, y, steps=4)
+            page.mouse.up()
+            page.wait_for_timeout(100)
     elif "widget-dropdown" in kind:
         select = control.locator("select")
         chosen = select.evaluate("node => node.selectedIndex")

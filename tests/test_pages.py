@@ -122,6 +122,16 @@ def test_a_control_begins_with_the_default_and_draws_again(boxes):
     assert screen_text(box) == "TWO\n"
 
 
+def test_controls_may_be_named_in_any_order(boxes):
+    with capture_output():
+        play(say, loud=True, word=["two", "one"])
+    (box,) = boxes
+    menu, checkbox, _ = box.children
+    assert (menu.value, checkbox.value) == ("one", False)
+    menu.value = "two"
+    assert screen_text(box) == "two\n"
+
+
 def test_a_slow_picture_waits_until_the_slider_is_released(boxes):
     def slow(steps=1):
         print(steps)

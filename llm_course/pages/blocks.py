@@ -77,6 +77,7 @@ def show_shape(**shape: int) -> None:
     try:
         config = ModelConfig(**shape)  # type: ignore[arg-type]
     except ValueError as error:
+        print(", ".join(f"{name}={size}" for name, size in shape.items()))
         print(f"refused: {error}")
         return
     counts = count_parts(config)

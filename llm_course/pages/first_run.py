@@ -1,6 +1,7 @@
 """Demos and plots of the page on the first run."""
 
 import contextlib
+import functools
 import io
 import lzma
 import re
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.text.token_file import TokenFile
+from llm_course.text.tokenization import BaseTokenizer
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import load_checkpoint
 from llm_course.training.folder import continuation, load_run
@@ -71,8 +73,13 @@ def models_by_step(run: str) -> dict[int, DecoderModel]:
 
 def continue_text(run: str, model: DecoderModel, prompt: str) -> str:
     """`prompt` and what a model of this run adds to it, the same each time."""
-    _, tokenizer = load_run(run)
+    tokenizer = _tokenizer_of(run)
     return prompt + "".join(continuation(model, tokenizer, prompt, seed=0, max_new_tokens=100))
+
+
+@functools.cache  # a control still works when the page has removed its folder
+def _tokenizer_of(run: str) -> BaseTokenizer:
+    return load_run(run)[1]
 
 
 def show_texts(texts: Mapping[int, str], *, width: int = 34, lines: int = 16) -> None:

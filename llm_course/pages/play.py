@@ -30,9 +30,10 @@ def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> Non
         return
     # it makes the widgets from the signature; what it would do with a change is done below
     made = interactive(functools.wraps(draw)(lambda **_: None), **controls).kwargs_widgets
-    inputs = dict(zip(controls, made, strict=True))
+    arguments = inspect.signature(draw).parameters
+    inputs = dict(zip(arguments, made, strict=True))
     for name, control in inputs.items():
-        control.value = inspect.signature(draw).parameters[name].default
+        control.value = arguments[name].default
     screen = Output(outputs=picture)
 
     def redraw(_: Any) -> None:
