@@ -111,8 +111,8 @@ class KVCache:
 
     `update(layer_index, k, v)` appends (B, K, T, D) and returns all keys and values that the T new
     queries need, each (B, K, S, D). `windows` lists the window W of each layer, None for full
-    attention. There S counts all positions so far; with a window it is at most W - 1 + T, and the
-    buffer holds at most 2W. Layers beyond the list keep everything, which is right for every model.
+    attention. Without a window S counts all positions so far; with one it is at most W - 1 + T, and
+    the buffer holds at most 2W. Layers beyond the list keep everything, which is always right.
 
     The results are views of the buffers, valid until the next call. The cache is for inference: no
     gradient flows into it, and a cache that was first used under `torch.inference_mode()` must be

@@ -128,7 +128,7 @@ def build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
 
 
 def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
-    """The rotary angles of the layers with a window, None where they are those of all layers."""
+    """The rotary angles of the layers with a window, None if they are the same as in all layers."""
     if config.position_type != "rope" or config.sliding_rope_theta is None:
         return None
     return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
@@ -139,7 +139,7 @@ class BlockContext(NamedTuple):
 
     mask: Tensor | None
     angles: tuple[Tensor, Tensor] | None
-    # those of the layers with a sliding window, if they differ
+    # the angles for layers with a sliding window, if they differ
     sliding_angles: tuple[Tensor, Tensor] | None
 
 
@@ -246,7 +246,7 @@ def check_inputs(
             f" max_position_embeddings={max_length}"
         )
     B, T = shape
-    held = 0 if cache is None else getattr(cache, "length", None)  # None: it doesn't tell
+    held = 0 if cache is None else getattr(cache, "length", None)  # None: the cache doesn't say
     _check_ids("position_ids", position_ids, shape, (1, T), (T,))
     _check_ids("labels", labels, shape)
     _check_ids("document_ids", document_ids, shape)
@@ -272,7 +272,7 @@ def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor |
 
 
 def scaled_stream(h: Tensor, config: ModelConfig) -> Tensor:
-    """The input of the head over `logits_scaling`, which is cheaper than dividing the logits."""
+    """The head's input divided by `logits_scaling`, which is cheaper than dividing the logits."""
     return h if config.logits_scaling == 1.0 else h / config.logits_scaling
 
 
@@ -286,7 +286,7 @@ def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
 def head_loss(
     head: nn.Module, h: Tensor, labels: Tensor, config: ModelConfig, *, z_loss_coef: float
 ) -> Tensor:
-    """The cross-entropy of these logits, summed over the targets, with its z-loss: a scalar.
+    """The cross-entropy of the head's logits, summed over the targets, with its z-loss: a scalar.
 
     If `head` is not a plain linear layer, it is called, with all its logits in memory at once.
     """

@@ -63,7 +63,7 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
     """Split each text into words by GPT-2's pattern and count them, as bytes.
 
     Only one text is in memory at a time. A lone surrogate U+DC80 to U+DCFF stands for an invalid
-    byte, as in Python's `surrogateescape`; any other lone surrogate is a UnicodeEncodeError.
+    byte, as in Python's `surrogateescape`; any other lone surrogate raises UnicodeEncodeError.
     ValueError for a single text instead of several. Source: Radford et al. 2019, section 2.2, and
     the pattern in the code published with it.
     """

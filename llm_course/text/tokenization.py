@@ -512,7 +512,7 @@ class BPETokenizer(BaseTokenizer):
 
     def _pieces(self, text: str) -> list[str]:
         if self._tokenizer.normalizer is not None:
-            # what a normalizer changes may depend on what follows: a stream is held back to its end
+            # a normalizer's changes may depend on what follows, so a stream is held back to its end
             return [text]
         cuts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return [text[start:end] for _, (start, end) in cuts]

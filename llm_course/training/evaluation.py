@@ -115,10 +115,10 @@ def compare(
 def questions_needed(
     difference: float, disagree: float, *, power: float = 0.8, confidence: float = 0.95
 ) -> int:
-    """The number of questions that reveal a `difference` in accuracy in a share `power` of trials.
+    """How many questions reveal a `difference` in accuracy in a share `power` of all trials.
 
     `disagree` is the share of questions on which exactly one of the two models is right. The
-    normal approximation of McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
+    normal approximation to McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
     ValueError for a difference of 0 or beyond `disagree`.
     """
     check_numbers("(0, 1]", disagree=disagree)
@@ -161,7 +161,7 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The expected calibration error (ECE): the gap between accuracy and confidence, by answer.
+    """The expected calibration error (ECE): the mean gap of the bins, weighted by their counts.
 
     ValueError for bins without answers.
     """
