@@ -75,8 +75,8 @@ class LayerCache:
             )
         if (k.dtype, v.dtype) != (keys.dtype, values.dtype):
             raise ValueError(
-                f"{k.dtype} and {v.dtype} after {keys.dtype} and {values.dtype}: another dtype"
-                " needs a new KVCache"
+                f"{k.dtype} and {v.dtype} after {keys.dtype} and {values.dtype}: a different"
+                " dtype needs a new KVCache"
             )
         start = self._filled
         length = self._forgotten + start + T
@@ -151,8 +151,8 @@ class KVCache:
         check_dtype("v", v, "floating")
         if k.ndim != 4 or v.shape != k.shape:
             raise ValueError(
-                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected one shape (B, K,"
-                " T, D)"
+                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected the same shape"
+                " (B, K, T, D)"
             )
         if layer_index not in self._layers:
             window = self._windows.get(layer_index)

@@ -112,7 +112,7 @@ def _expert_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
         ),
         (
             config.use_moe and config.mlp_bias,
-            "mlp_bias=True does not go with use_moe=True: experts have no bias, set mlp_bias=False",
+            "mlp_bias=True does not go with use_moe=True: experts have no bias; set mlp_bias=False",
         ),
         (
             shared and not config.use_moe,
@@ -121,7 +121,7 @@ def _expert_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
         (
             config.shared_expert_gate and not shared,
             "shared_expert_gate=True needs shared_expert_intermediate_size: the width of the"
-            " expert that it weighs",
+            " expert that it gates",
         ),
         (
             dense and not (config.use_moe and some),

@@ -67,7 +67,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     floating = hidden.is_floating_point() and weight.is_floating_point()
     if not floating or (hidden.dtype != weight.dtype and not autocasts(hidden, weight)):
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating-point "
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected the same floating-point "
             "type: convert one with .to(dtype)"
         )
     check_dtype("labels", labels, "integer")

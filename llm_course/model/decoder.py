@@ -48,7 +48,7 @@ def with_both_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     head = state_dict.get(HEAD, table)
     if table is not head and not table.is_meta and not torch.equal(table, head):
         raise ValueError(
-            f"{HEAD} is not {TABLE}, but tie_word_embeddings=True: load into a model with False"
+            f"{HEAD} is not {TABLE}, but tie_word_embeddings=True: load into an untied model"
         )
     return {HEAD: table} | dict(state_dict)
 
@@ -253,13 +253,13 @@ def check_inputs(
     _check_ids("attention_mask", attention_mask, *([] if held is None else [(B, held + T)]))
     if cache is not None and (position_ids is None or document_ids is not None):
         raise ValueError(
-            "with a cache, position_ids must be given, which continue after the cached tokens, and"
+            "with a cache, position_ids that continue after the cached tokens must be given, and"
             " document_ids must not be given"
         )
     if logits_to_keep is not None:
         check_sizes(logits_to_keep=logits_to_keep)
         if labels is not None:
-            raise ValueError("logits_to_keep must not be given with labels, which return no logits")
+            raise ValueError("logits_to_keep must not be given with labels: no logits are returned")
 
 # %% ../../nbs/09c_decoder.ipynb #f8f16ff8
 def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor | None]:

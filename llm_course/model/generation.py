@@ -33,7 +33,7 @@ def _whole(name: str, ids: Iterable[int]) -> list[int]:
         return [operator.index(token_id) for token_id in ids]
     except TypeError:
         raise ValueError(
-            f"{name} is {ids!r}, expected several whole numbers: [50256], for example"
+            f"{name} is {ids!r}, expected a list of whole numbers, such as [50256]"
         ) from None
 
 
@@ -107,7 +107,7 @@ def _check_tokens(
             )
     if stops and B > 1 and pad_token_id is None:
         raise ValueError(
-            f"pad_token_id=None: {B} rows may stop at different lengths, name the token that fills"
+            f"pad_token_id=None: {B} rows may stop at different lengths: name the token that fills"
             " up the shorter ones"
         )
     return stops

@@ -143,7 +143,7 @@ class Router(nn.Module):
         if top_k > num_experts:
             raise ValueError(
                 f"top_k={top_k} must be at most num_experts={num_experts}: "
-                "a token uses no expert twice"
+                "a token can't use the same expert twice"
             )
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob

@@ -172,7 +172,7 @@ def pretrained_folder(name: str | Path) -> Path:
     """The folder of a model: `name` itself, or "org/name" on the Hugging Face hub, downloaded once.
 
     Raises FileNotFoundError for a name that is neither, ImportError without the extra `hub`, and
-    ValueError where `name` is neither a path nor a string, or the download fails.
+    ValueError if `name` is neither a path nor a string, or the download fails.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise ValueError(f"{name!r} names no model: give a folder, or 'org/name' of the hub")
@@ -445,7 +445,7 @@ def save_pretrained(
     `tokenizer`, its files and special tokens are written too, and a Jinja `chat_template` says
     how a conversation is laid out.
 
-    Raises ValueError where no family can express the model, a number is not finite or the tokenizer
+    Raises ValueError if no family can express the model, a number is not finite or the tokenizer
     does not fit, and FileExistsError where the folder is not empty.
     """
     check_sizes(max_shard_size=max_shard_size)
@@ -456,7 +456,8 @@ def save_pretrained(
         _check_tokenizer(tokenizer, settings["vocab_size"])
     if chat_template is not None and (tokenizer is None or not isinstance(chat_template, str)):
         raise ValueError(
-            f"chat_template={chat_template!r} must be a text, and goes with a tokenizer: give both"
+            f"chat_template={chat_template!r} must be a string, and goes with a tokenizer:"
+            " give both"
         )
 
     for role in ("bos", "eos", "pad"):

@@ -61,8 +61,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not (fits and x.is_floating_point()):
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)};"
-            " expected floating-point (B, H, T, D) and (1 or B, T, D): give"
-            " RotaryEmbedding(head_dim) the positions of these T tokens only"
+            " expected floating-point (B, H, T, D) and (1 or B, T, D): call"
+            " RotaryEmbedding(head_dim) with the positions of these T tokens only"
         )
     # (1 or B, 1, T, D): the same for all heads
     cos = cos.unsqueeze(1).to(x.dtype)

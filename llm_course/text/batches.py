@@ -47,7 +47,8 @@ def _check_row(tokens: Any, sequence_length: int) -> None:
         )
     if first.ndim != 1 or not np.issubdtype(first.dtype, np.integer):
         raise ValueError(
-            f"tokens must be one row of integers, not {first.dtype} of {first.ndim} dimensions"
+            f"tokens must be one row of integers, not a {first.ndim}-dimensional"
+            f" array of {first.dtype}"
         )
     if len(tokens) < sequence_length + 1:
         raise ValueError(

@@ -55,7 +55,8 @@ def check_texts(texts: Any) -> None:
     """Raise ValueError for a single string, which Python would treat as a list of characters."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(
-            f"texts must be a list or iterator of strings, not one {type(texts).__name__}: [text]"
+            f"texts must be a list or iterator of strings, not a single"
+            f" {type(texts).__name__}: wrap it as [text]"
         )
 
 # %% ../../nbs/01a_bpe.ipynb #fd178807
@@ -85,8 +86,8 @@ def bytes_of_symbols(merges: Iterable[tuple[int, int]]) -> list[bytes]:
     for number, (a, b) in enumerate(merges):
         if not 0 <= min(a, b) <= max(a, b) < len(tokens):
             raise ValueError(
-                f"merge {number} joins the symbols {a} and {b}, and there are only 0 to"
-                f" {len(tokens) - 1} before it"
+                f"merge {number} joins the symbols {a} and {b}, but only symbols 0 to"
+                f" {len(tokens) - 1} exist before it"
             )
         tokens.append(tokens[a] + tokens[b])
     return tokens

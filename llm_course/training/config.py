@@ -32,7 +32,7 @@ def _refuse_null_texts(section: str, part: Any) -> None:
         value = getattr(part, each.name)
         if value in NULLS and fits_type(None, each.type):
             path = f"{section}.{each.name}".lstrip(".")
-            raise ValueError(f"{path}={value!r} is nothing in YAML: use None, or another text")
+            raise ValueError(f"{path}={value!r} means null in YAML: use None, or another string")
 
 # %% ../../nbs/12a_config.ipynb #a4c3fded
 def _check_section(section: str, part: Any) -> None:

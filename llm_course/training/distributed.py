@@ -53,8 +53,8 @@ class Joined(Runtime):
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
         if config.strategy.split("+")[-1] != self.strategy:
             raise ValueError(
-                f"distributed.strategy={config.strategy} is not what a {type(self).__name__} does:"
-                " build_manager in llm_course.training.parallel makes the one that does it"
+                f"distributed.strategy={config.strategy} isn't what a {type(self).__name__} runs:"
+                " build_manager in llm_course.training.parallel makes the manager that does"
             )
         self.config = config
         self.device_name = device

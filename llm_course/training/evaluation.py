@@ -43,7 +43,7 @@ def _group_sums(
     _, places = np.unique(np.asarray(owners), return_inverse=True)
     if num == 0 or places.max() == 0:
         raise ValueError(
-            f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
+            f"{num} values in {min(num, 1)} group: an interval needs at least two groups"
         )
     return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
 
@@ -167,5 +167,5 @@ def calibration_error(bins: Sequence[Bin]) -> float:
     """
     total = sum(one.count for one in bins)
     if not total:
-        raise ValueError("the bins hold no answer: there is nothing to be calibrated")
+        raise ValueError("the bins contain no answers: there is nothing to calibrate")
     return math.fsum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

@@ -110,8 +110,8 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{run_dir} holds another run: {'; '.join(differences)}. Use the same to resume, or"
-            " another --run-dir"
+            f"{run_dir} holds another run: {'; '.join(differences)}. Use the same settings to"
+            " resume, or another --run-dir"
         )
 
 # %% ../../nbs/19a_training.ipynb #b31fe654
