@@ -174,7 +174,7 @@ def test_more_queries_than_keys_and_no_keys_at_all():
             dict(v=torch.randn(1, 2, 4, 8).double()),
             "torch.float64, expected the same floating-point type",
         ),
-        (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected one"),
+        (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected the same"),
         (
             {name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"},
             "q has dtype torch.int64, expected a floating-point type",

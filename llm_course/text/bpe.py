@@ -55,7 +55,7 @@ def check_texts(texts: Any) -> None:
     """Raise ValueError for a single string, which Python would treat as a list of characters."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(
-            f"texts must be a list or iterator of strings, not a single"
+            "texts must be a list or iterator of strings, not a single"
             f" {type(texts).__name__}: wrap it as [text]"
         )
 
