@@ -276,7 +276,6 @@ def size_record(point: Point, row: Record) -> Record:
         "D": row["targets"],
         "loss": short(row["val_loss"]),
         "excess": short(row["val_excess"]),
-        "seconds": row["seconds"],
         "curve": [[one["targets"], short(one["loss"])] for one in rows if "loss" in one],
         "held_out": [
             [one["targets"], short(one["val_loss"]), short(one["val_excess"])]
@@ -300,10 +299,8 @@ def finished(points: list[Point], folder: Path) -> list[tuple[Point, Record]]:
 
 def record(folder: Path) -> Record:
     """All that is known so far."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
-        "device": device,
-        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "law": [
             law_record(*one)
             for device in LAW
