@@ -1,17 +1,19 @@
 """Record the larger runs of page 22e, in ten minutes of a GPU and 16 cores.
 
-    python scripts/larger_runs.py FOLDER [--stages texts,law_cpu,law_auto,sizes]
+    python scripts/larger_runs.py FOLDER [--stages texts,again,law_cpu,law_auto,sizes]
 
-The stages can also be named: `texts` writes and tokenizes the stories, `law_cpu` and `law_auto`
-make runs as in configs/scaling.yaml with up to 64 times their compute, and `sizes` trains three
-models on hard stories and measures them. FOLDER holds the runs; those that are finished aren't
-made again. Writes llm_course/pages/larger_runs.json, or the file named by --record.
+The stages can also be named: `texts` writes and tokenizes the stories, `again` repeats a run of
+configs/scaling.yaml to measure it, `law_cpu` and `law_auto` make such runs with up to 64 times
+their compute, and `sizes` trains three models on hard stories and measures them. FOLDER holds the
+runs; those that are finished aren't made again. When all are there, it writes
+llm_course/pages/larger_runs.json, or the file named by --record.
 """
 
 import argparse
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,7 @@ import yaml
 from llm_course.files import write_text
 from llm_course.model.config import ModelConfig
 from llm_course.model.estimate import count_parameters
-from llm_course.pages.larger import RECORD, SPLITS, shares_by_kind
+from llm_course.pages.larger import RECORD, SPLITS, Share, shares_by_kind
 from llm_course.text.stories import (
     is_held_out,
     read_story,
@@ -47,18 +49,20 @@ Record = dict[str, Any]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TOKENS_PER_STEP = 1024  # of a run of the law, as in configs/scaling.yaml
-# where: budget: for each shape, (width, layers, heads), the number of seeds
+# stage: budget: for each shape, (width, layers, heads), the number of seeds
 Shape = tuple[int, int, int]
 LAW: dict[str, dict[float, dict[Shape, int]]] = {
-    "auto": {
+    "law_auto": {  # on the GPU, where there is one
         6.4e13: {(112, 4, 4): 1, (128, 4, 4): 1, (160, 4, 5): 1, (192, 4, 6): 1},
         1.6e13: {(80, 3, 2): 1, (96, 3, 3): 1, (112, 4, 4): 2, (128, 4, 4): 1, (160, 4, 5): 1},
         4e12: {(64, 3, 2): 1},  # the same as one on the CPU
     },
-    "cpu": {  # as the runs that the first law was fitted to
+    "law_cpu": {  # as the runs that the first law was fitted to
         4e12: {(64, 2, 2): 1, (64, 3, 2): 3, (80, 3, 2): 3, (96, 3, 3): 1, (112, 4, 4): 1},
     },
+    "again": {1e12: {(48, 2, 2): 1}},  # the best of the first law's largest budget
 }
+DEVICES = {"law_auto": "auto", "law_cpu": "cpu", "again": "cpu"}
 BUDGETS = sorted({budget for budgets in LAW.values() for budget in budgets})
 SIZES = {"small": (192, 6, 3), "medium": (320, 8, 5), "large": (512, 9, 8)}
 LEVEL = "hard"  # of the stories that the three sizes read
@@ -120,15 +124,15 @@ def write_chunk(text: Text, place: Path, start: int) -> tuple[np.ndarray, np.nda
 # ------------------------------------------------------------------------------ the law
 
 
-def law_points(folder: Path, device: str) -> list[Point]:
-    """The runs of `LAW` on one device, by the rules of configs/scaling.yaml."""
+def law_points(folder: Path, stage: str) -> list[Point]:
+    """The runs of a stage of `LAW`, by the rules of configs/scaling.yaml."""
     base = yaml.safe_load((CONFIGS / "scaling.yaml").read_text(encoding="utf-8"))["base"]
     base["task"] = "llm_course.pages.larger:PreparedTask"
     base["data"] |= {"tokenizer": str(folder / "easy")}
     base["checkpoint"]["save_interval"] = 1_000_000
-    base["training"]["device"] = device
+    base["training"]["device"] = DEVICES[stage]
     points = []
-    for budget, shapes in LAW[device].items():
+    for budget, shapes in LAW[stage].items():
         for shape, seeds in shapes.items():
             settings = model_settings(shape)
             wanted = budget / FLOPS_PER_PARAMETER / parameters(ModelConfig(**settings), base)
@@ -143,7 +147,7 @@ def law_points(folder: Path, device: str) -> list[Point]:
                 }
                 for seed in range(seeds)
             ]
-    return sweep_of(base, points, folder / f"law_{device}")
+    return sweep_of(base, points, folder / stage)
 
 
 def parameters(shape: ModelConfig, base: Record) -> int:
@@ -175,9 +179,22 @@ def law_record(point: Point, row: Record) -> Record:
     }
 
 
-def train_law(folder: Path, device: str, workers: int) -> None:
-    points = law_points(folder, device)
-    run_sweep(points, folder / f"law_{device}", workers=workers, tell=tell)
+def train_law(folder: Path, stage: str, workers: int) -> None:
+    run_sweep(law_points(folder, stage), folder / stage, workers=workers, tell=tell)
+
+
+def repeated(folder: Path) -> Record:
+    """The run that was made again, and where its loss comes from."""
+    [(point, row)] = finished(law_points(folder, "again"), folder / "again")
+    run_dir = point.config.run_dir
+    shutil.copy(folder / "easy" / "tokenizer.json", run_dir)
+    texts = [write_story("easy", seed=2222, index=index) for index in range(60)]
+    shares = shares_by_kind(*load_run(run_dir), texts, "easy")
+    return law_record(point, row) | {"shares": as_rows(shares)}
+
+
+def as_rows(shares: Mapping[str, Share]) -> dict[str, list[float]]:
+    return {kind: [short(one) for one in share] for kind, share in shares.items()}
 
 
 def tell(line: str) -> None:
@@ -244,7 +261,7 @@ def measure(run_dir: str, questions: int) -> Record:
             found.setdefault("marks", {})[name] = [int(mark) for mark in result.scores]
     held_out = [write_story(LEVEL, seed=2222, index=index) for index in range(questions // 2)]
     shares = shares_by_kind(model, tokenizer, held_out, LEVEL)
-    found["shares"] = {kind: [short(one) for one in share] for kind, share in shares.items()}
+    found["shares"] = as_rows(shares)
     pieces = continuation(model, tokenizer, PROMPT, seed=0, temperature=1.0, max_new_tokens=500)
     found["sample"] = PROMPT + "".join(pieces)
     return found
@@ -303,9 +320,10 @@ def record(folder: Path) -> Record:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "law": [
             law_record(*one)
-            for device in LAW
-            for one in finished(law_points(folder, device), folder / f"law_{device}")
+            for stage in ("law_auto", "law_cpu")
+            for one in finished(law_points(folder, stage), folder / stage)
         ],
+        "again": repeated(folder),
         "sizes": [size_record(*one) for one in finished(size_points(folder), folder / "sizes")],
     }
 
@@ -313,7 +331,7 @@ def record(folder: Path) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--stages", default="texts,law_cpu,law_auto,sizes")
+    parser.add_argument("--stages", default="texts,again,law_cpu,law_auto,sizes")
     parser.add_argument("--workers", type=int, default=12, help="processes at a time")
     parser.add_argument("--questions", type=int, default=250, help="in each task")
     parser.add_argument("--record", type=Path, default=RECORD)
@@ -321,13 +339,13 @@ def main() -> None:
     folder = options.folder.resolve()
     stages = {
         "texts": lambda: write_texts(folder, options.workers),
-        "law_cpu": lambda: train_law(folder, "cpu", options.workers),
-        "law_auto": lambda: train_law(folder, "auto", options.workers),
+        **{name: partial(train_law, folder, name, options.workers) for name in LAW},
         "sizes": lambda: train_sizes(folder, options.questions),
     }
     for stage in options.stages.split(","):
         stages[stage]()
-    write_text(options.record, json.dumps(record(folder)) + "\n")
+    if all((folder / name / "results.jsonl").is_file() for name in (*LAW, "sizes")):
+        write_text(options.record, json.dumps(record(folder)) + "\n")
 
 
 if __name__ == "__main__":

@@ -81,12 +81,17 @@ class Share(NamedTuple):
 
 @torch.no_grad()
 def shares_by_kind(
-    model: DecoderModel, tokenizer: BaseTokenizer, texts: Iterable[str], level: str
+    model: DecoderModel,
+    tokenizer: BaseTokenizer,
+    texts: Iterable[str],
+    level: str,
+    *,
+    most: float = math.inf,
 ) -> dict[str, Share]:
     """Where a model's loss comes from, by the kind of each token's first letter.
 
-    The texts are read from their beginnings, as far as the model's context goes. A kind such as
-    "name, known" has no information: the story so far leaves one choice.
+    The texts are read from their beginnings, up to `most` bytes and as far as the model's context
+    goes. A kind such as "name, known" has no information: the story so far leaves one choice.
     """
     device = next(model.parameters()).device
     floor: defaultdict[str, float] = defaultdict(float)
@@ -95,7 +100,8 @@ def shares_by_kind(
     num_bytes = 0
     for text in texts:
         reading = read_story(text, level)
-        kinds, bits = reading.kinds(), reading.bits_by_character()
+        kinds = reading.kinds()
+        bits = reading.bits_by_character()
         ids = tokenizer.encode(text, allow_special=False)[: model.config.max_position_embeddings]
         row = torch.tensor([[tokenizer.eos_token_id, *ids]], device=device)
         logits = model(row[:, :-1]).logits[0].float()
@@ -105,6 +111,8 @@ def shares_by_kind(
             piece = tokenizer.decode([token])
             first = start + len(piece) - len(piece.lstrip())
             end = start + len(piece)
+            if end > most:
+                break
             kind = kinds[min(first, end - 1)]
             floor[kind] += math.fsum(bits[start:end])
             paid[kind] += nat / math.log(2)
