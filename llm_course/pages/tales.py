@@ -1,10 +1,14 @@
 """What the pages about a text of known entropy show: one small story, and pictures of stories."""
 
+import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import torch
 
+from llm_course.pages.storyteller import load_storyteller
+from llm_course.text.questions import MinimalPair
 from llm_course.text.stories import read_story, write_story
 from llm_course.text.wording import LEVELS
 
@@ -71,3 +75,45 @@ def show_choices(text: str, part: str, level: str = "easy") -> None:
         if start <= span.start < start + len(part):
             why = span.why if span.is_certain else ""
             print(f"{span.bits:5.2f}  {span.text.strip()!r:26} {why}".rstrip())
+
+
+# ------------------------------------------------------------------------------------- storyteller
+
+
+def _log2_probabilities(text: str) -> tuple[list[int], torch.Tensor]:
+    """The ids of a text, and the base-2 logarithms of the storyteller's probabilities at each."""
+    model, tokenizer = load_storyteller()
+    assert tokenizer.eos_token_id is not None
+    ids = tokenizer.encode(text)
+    with torch.no_grad():
+        logits = model(torch.tensor([[tokenizer.eos_token_id, *ids[:-1]]])).logits[0]
+    return ids, torch.log_softmax(logits.double(), -1) / math.log(2)
+
+
+def preferences(pairs: Sequence[MinimalPair]) -> list[float]:
+    """By how many bits the storyteller prefers the right word of each pair; all of one story.
+
+    The two words are compared by the first token in which they differ, given what comes before.
+    """
+    _, tokenizer = load_storyteller()
+    ids, log2_probabilities = _log2_probabilities(pairs[0].kept)
+    found = []
+    for pair in pairs:
+        other = tokenizer.encode(pair.broken)
+        at = next(i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b)
+        right, wrong = log2_probabilities[at, [ids[at], other[at]]].tolist()
+        found.append(right - wrong)
+    return found
+
+
+def plot_preferences(gaps: Mapping[str, Sequence[float]]) -> None:
+    """The share of pairs of each kind in which the right word is preferred, beside a coin's."""
+    kinds = sorted(gaps, key=lambda kind: sum(gap > 0 for gap in gaps[kind]) / len(gaps[kind]))
+    shares = [sum(gap > 0 for gap in gaps[kind]) / len(gaps[kind]) for kind in kinds]
+    _, ax = plt.subplots(figsize=(8, 0.6 + 0.4 * len(kinds)))
+    bars = ax.barh(kinds, shares)
+    ax.bar_label(bars, [f"of {len(gaps[kind])} pairs" for kind in kinds], padding=4)
+    ax.axvline(0.5, color="grey", linestyle="--")
+    ax.set_xlim(0, 1.2)
+    ax.set_xlabel("share of pairs in which the model prefers the right word (dashed: a coin)")
+    plt.show()
