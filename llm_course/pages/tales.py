@@ -2,14 +2,16 @@
 
 import math
 import textwrap
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import torch
 
 from llm_course.pages.storyteller import load_storyteller
+from llm_course.text.choices import DRAWS, Span
 from llm_course.text.questions import MinimalPair
-from llm_course.text.stories import read_story, write_story
+from llm_course.text.stories import Reading, read_story, write_story
 from llm_course.text.wording import LEVELS
 
 # ---------------------------------------------------------------------------------------- the story
@@ -77,6 +79,55 @@ def show_choices(text: str, part: str, level: str = "easy") -> None:
             print(f"{span.bits:5.2f}  {span.text.strip()!r:26} {why}".rstrip())
 
 
+def paint(reading: Reading, width: int = 92) -> None:
+    """A story in which a character is the darker the more it tells a perfect reader."""
+    bits = reading.bits_by_character()
+    start = 0
+    row = 0.0
+    for paragraph in reading.text.split("\n\n"):
+        for line in textwrap.wrap(paragraph, width):
+            start = reading.text.index(line, start)
+            row -= 1
+            _paint_line(line, bits[start:], row)
+            start += len(line)
+        row -= 0.5
+    ax = plt.gca()
+    ax.figure.set_size_inches(11, -0.27 * row)
+    ax.set_xlim(0, width)
+    ax.set_ylim(row, 0.2)
+    ax.axis("off")
+    plt.show()
+
+
+def _paint_line(line: str, bits: Sequence[float], row: float) -> None:
+    for column, letter in enumerate(line):
+        shade = min(bits[column] / 5, 1)
+        color = (1, 1 - shade / 2, 1 - shade)
+        plt.gca().add_patch(plt.Rectangle((column, row), 1, 0.9, color=color))
+        style = {"ha": "center", "fontsize": 8, "family": "monospace"}
+        plt.text(column + 0.5, row + 0.25, letter, **style)
+
+
+def plot_calibration(spans: Sequence[Span]) -> None:
+    """How often the first option of a choice is taken, against its stated probability."""
+    groups: defaultdict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for span in spans:
+        first = next(iter(span.options))
+        probability = span.options[first] / DRAWS
+        groups[round(math.log2(probability))].append((probability, span.text == first))
+    means = [
+        [sum(column) / len(group) for column in zip(*group, strict=True)]
+        for group in groups.values()
+    ]
+    stated, taken = zip(*sorted(means), strict=True)
+    _, ax = plt.subplots(figsize=(4, 3))
+    ax.plot([stated[0], 1], [stated[0], 1], color="grey", linestyle="--")
+    ax.loglog(stated, taken, "o")
+    ax.set_xlabel("probability, as stated")
+    ax.set_ylabel("share, as counted")
+    plt.show()
+
+
 # ------------------------------------------------------------------------------------- storyteller
 
 
@@ -104,6 +155,32 @@ def preferences(pairs: Sequence[MinimalPair]) -> list[float]:
         right, wrong = log2_probabilities[at, [ids[at], other[at]]].tolist()
         found.append(right - wrong)
     return found
+
+
+def storyteller_bits(text: str) -> list[float]:
+    """What the storyteller pays for each character; a token's bits are spread over its letters."""
+    _, tokenizer = load_storyteller()
+    ids, log2_probabilities = _log2_probabilities(text)
+    found = []
+    for token, row in zip(ids, log2_probabilities, strict=True):
+        part = tokenizer.decode([token])
+        letters = [not part.strip() or not letter.isspace() for letter in part]
+        found += [-row[token].item() * is_letter / sum(letters) for is_letter in letters]
+    return found
+
+
+def plot_losses(levels: Mapping[str, Mapping[str, float]]) -> None:
+    """Bars side by side: bits in a story, by kind of word, for each reader."""
+    readers = list(levels)
+    kinds = sorted(levels[readers[0]], key=lambda kind: levels[readers[-1]][kind])
+    _, ax = plt.subplots(figsize=(8, 0.28 * len(kinds) + 0.6))
+    for offset, reader in enumerate(readers):
+        rows = [index + 0.4 * (offset - 0.5) for index in range(len(kinds))]
+        ax.barh(rows, [levels[reader][kind] for kind in kinds], height=0.4, label=reader)
+    ax.set_yticks(range(len(kinds)), kinds)
+    ax.set_xlabel("bits in a story")
+    ax.legend(frameon=False, loc="center right")
+    plt.show()
 
 
 def plot_preferences(gaps: Mapping[str, Sequence[float]]) -> None:
