@@ -24,7 +24,7 @@ def candle() -> str:
 
 def show(text: str) -> None:
     """Print a text on lines that fit the page, with its paragraphs apart."""
-    print("\n\n".join(textwrap.fill(part, 96) for part in text.strip().split("\n\n")))
+    print("\n\n".join(textwrap.fill(part, 96) for part in text.strip().split("\n\n")), end="\n\n")
 
 
 # ------------------------------------------------------------------------------------------- levels
