@@ -1,6 +1,7 @@
 """What the pages about a text of known entropy show: one small story, and pictures of stories."""
 
 import math
+import random
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from llm_course.text.choices import DRAWS, Span
 from llm_course.text.questions import MinimalPair
 from llm_course.text.stories import Reading, read_story, write_story
 from llm_course.text.wording import LEVELS
+from llm_course.text.world import World
 
 # ---------------------------------------------------------------------------------------- the story
 
@@ -25,6 +27,22 @@ def candle() -> str:
 def show(text: str) -> None:
     """Print a text on lines that fit the page, with its paragraphs apart."""
     print("\n\n".join(textwrap.fill(part, 96) for part in text.strip().split("\n\n")), end="\n\n")
+
+
+def random_event(world: World, rng: random.Random, *, may_leave: bool) -> None:
+    """Let somebody do something with the first thing: take it, put it down, or walk, if they may.
+
+    Whoever has the thing, or is where it lies, can move it; if nobody can, nothing happens.
+    """
+    [thing, *_] = world.things
+    person = rng.choice(world.people)
+    if may_leave and rng.random() < 0.3:
+        places = [place for place in world.places if place is not person.place]
+        world.go(person, rng.choice(places))
+    elif thing.where is person and person.place.spots:
+        world.put(person, thing, rng.choice(person.place.spots))
+    elif thing.where in person.place.spots:
+        world.take(person, thing)
 
 
 # ------------------------------------------------------------------------------------------- levels
