@@ -110,7 +110,7 @@ def paint(reading: Reading, width: int = 92) -> None:
             start += len(line)
         row -= 0.5
     ax = plt.gca()
-    ax.figure.set_size_inches(11, -0.27 * row)
+    plt.gcf().set_size_inches(11, -0.27 * row)
     ax.set_xlim(0, width)
     ax.set_ylim(row, 0.2)
     ax.axis("off")
@@ -122,8 +122,8 @@ def _paint_line(line: str, bits: Sequence[float], row: float) -> None:
         shade = min(bits[column] / 5, 1)
         color = (1, 1 - shade / 2, 1 - shade)
         plt.gca().add_patch(plt.Rectangle((column, row), 1, 0.9, color=color))
-        style = {"ha": "center", "fontsize": 8, "family": "monospace"}
-        plt.text(column + 0.5, row + 0.25, letter, **style)
+        place = (column + 0.5, row + 0.25)
+        plt.text(*place, letter, ha="center", fontsize=8, family="monospace")
 
 
 def plot_calibration(spans: Sequence[Span]) -> None:
