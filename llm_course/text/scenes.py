@@ -110,7 +110,7 @@ def tell_invitation(t: Telling, person: Person) -> bool:
         t.word("alone", person)
     return False
 
-
+# %% ../../nbs/02j_scenes.ipynb #02jnews
 def tell_news(t: Telling, person: Person) -> bool:
     """Tell somebody where a thing is, rightly or wrongly."""
     pen = t.pen

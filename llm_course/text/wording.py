@@ -508,7 +508,7 @@ class Words:
         self.evening = [(text, "evening") for text, _ in self.wording["evening"][True]]
         self.links = {is_girl: _links(words["She"]) for is_girl, words in PRONOUNS.items()}
 
-
+# %% ../../nbs/02h_wording.ipynb #02hlinks
 def _links(she: str) -> dict[str, list[tuple[str, str]]]:
     """Return what may follow an action: the end of the scene, another action, who saw it."""
     go_on = [(f". {she}", "she"), (f". Then {she.lower()}", "then"), (" and", " and")]
