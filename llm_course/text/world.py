@@ -100,8 +100,8 @@ class Situation:
 class World(Situation):
     """A situation, and what can happen in it: each method is an event.
 
-    Whoever is in a place sees what is done there, and nobody else does. `BrokenRule` where
-    something can't happen.
+    Whoever is in a place sees what is done there, and nobody else does. An event that can't happen
+    raises `BrokenRule`.
     """
 
     def _move(self, thing: Thing, where: Spot | Person, place: Place | None) -> None:
