@@ -65,9 +65,11 @@ def tab_of(browser, width: int = 1440, **options):
     page.on("request", lambda r: IS_LOCAL.match(r.url) or outside.append(r.url))
     page.on("pageerror", lambda error: failed.append(str(error)))
     page.on("console", lambda m: m.type == "error" and failed.append(m.text))
-    yield page
-    page.evaluate("() => window.jupyterapp?.serviceManager.sessions.shutdownAll()")
-    context.close()
+    try:
+        yield page
+        page.evaluate("() => window.jupyterapp?.serviceManager.sessions.shutdownAll()")
+    finally:
+        context.close()
     assert outside == [] and failed == []
 
 
