@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
@@ -12,8 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from torch import Tensor
 
+from llm_course.model import attention as attention_module
 from llm_course.model.attention import MultiHeadAttention
 from llm_course.model.attention_weights import attention_weights
+from llm_course.model.generation import generate
 from llm_course.pages.storyteller import load_storyteller
 
 WORDS = tuple(
@@ -257,6 +260,15 @@ def continue_text(model: Any, text: str, words: int) -> str:
     for _ in range(words):
         ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
     return text_of(ids[:, -words:])
+
+
+def write_with(choose: Callable[[int], Callable[..., Tensor]], text: str, tokens: int) -> str:
+    """What the storyteller writes after a text if `choose(T)` computes its attention."""
+    model, tokenizer = load_storyteller()
+    ids = torch.tensor([tokenizer.encode(text)])
+    with patch.object(attention_module, "fastest_attention", lambda q, k, v: choose(q.shape[2])):
+        written = generate(model, ids, max_new_tokens=tokens)
+    return tokenizer.decode(written[0].tolist())
 
 
 @torch.no_grad()

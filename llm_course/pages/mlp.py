@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from llm_course.model import mlp as mlp_module
 from llm_course.model.normalization import RMSNorm
+from llm_course.pages.memory import saved_tensors
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 
@@ -361,19 +362,6 @@ def draw_race(rates: Sequence[float], runs: Mapping[str, Tensor]) -> None:
 # ----------------------------------------------------------------------- what backward has to know
 
 
-def saved_tensors(run: Callable[[], object]) -> list[Tensor]:
-    """The tensors that autograd keeps for backward while `run` runs, each storage once."""
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run()
-    return list(saved.values())
-
-
 def vectors_kept(mlp: Any, tokens: int = 8) -> int:
     """How many vectors of F numbers an MLP keeps for backward, per token, besides its input."""
     x = torch.randn(tokens, mlp.hidden_size, requires_grad=True)
@@ -385,17 +373,15 @@ def story_step(form: Callable[[Tensor, Tensor], Tensor], text: str) -> dict[str,
     """MiB that the storyteller keeps for backward while it reads a text, with this SwiGLU."""
     shared, tokenizer = load_storyteller()
     model = copy.deepcopy(shared).requires_grad_()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     ids = torch.tensor([tokenizer.encode(text)])
     mlp: Any = model.layers[0].mlp
     neurons = mlp.up_proj.weight.shape[0]
     with patch.object(mlp_module, "swiglu", form):
-        saved = saved_tensors(lambda: model(ids))
+        saved = saved_tensors(lambda: model(ids), leave_out=model.parameters())
     kept = {"activations of the MLPs": 0.0, "everything else": 0.0}
     for tensor in saved:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            part = "activations of the MLPs" if tensor.shape[-1] == neurons else "everything else"
-            kept[part] += tensor.untyped_storage().nbytes() / 2**20
+        part = "activations of the MLPs" if tensor.shape[-1] == neurons else "everything else"
+        kept[part] += tensor.untyped_storage().nbytes() / 2**20
     return kept
 
 
