@@ -667,24 +667,11 @@ def check_revive(
     """
     mlp, x = _sleepy_layer(C, neurons, N, dead, rare, faint, zero_key, dtype)
     gone = sorted((*dead, *zero_key))
-    kept = list(mlp.parameters())
     was = {name: part.clone() for name, part in _parts_of(mlp).items()}
     with torch.no_grad():
         y = mlp(x)
         fired = (mlp.up_proj(x) > 0).sum(0).tolist()
-    x_before = x.clone()
-    try:
-        found = revive(mlp, x)
-    except IndexError as error:
-        raise AssertionError(
-            f"your code raised IndexError: {error}. The weight of up_proj is {(neurons, C)}, a key"
-            f" is a row; that of down_proj is {(C, neurons)}, a value is a column"
-        ) from None
-    assert torch.equal(x, x_before), "x has changed after the call"
-    assert all(p is q and p.requires_grad for p, q in zip(mlp.parameters(), kept, strict=True)), (
-        "the layer has new parameters, or some that no longer learn: an optimizer holds the old"
-        " ones, so change their numbers in place"
-    )
+    found = _in_place(revive, mlp, x)
     now = _parts_of(mlp)
     assert torch.equal(now["down_proj.bias"], was["down_proj.bias"]), (
         "the bias of down_proj has changed; it belongs to no neuron"
@@ -703,6 +690,27 @@ def check_revive(
     for i in gone:
         _check_new_key(i, was, now)
     _check_revived(revive, found, mlp, x, gone)
+
+
+def _in_place(revive: Answer, mlp: MLP, x: Tensor) -> Any:
+    """What `revive` returns; it may change the numbers of the layer, and nothing else."""
+    x_before = x.clone()
+    kept = list(mlp.parameters())
+    try:
+        found = revive(mlp, x)
+    except IndexError as error:
+        up = tuple(mlp.up_proj.weight.shape)
+        down = tuple(mlp.down_proj.weight.shape)
+        raise AssertionError(
+            f"your code raised IndexError: {error}. The weight of up_proj is {up}, a key"
+            f" is a row; that of down_proj is {down}, a value is a column"
+        ) from None
+    assert torch.equal(x, x_before), "x has changed after the call"
+    assert all(p is q and p.requires_grad for p, q in zip(mlp.parameters(), kept, strict=True)), (
+        "the layer has new parameters, or some that no longer learn: an optimizer holds the old"
+        " ones, so change their numbers in place"
+    )
+    return found
 
 
 def _parts_of(mlp: MLP) -> Parts:
