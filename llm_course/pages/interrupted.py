@@ -251,3 +251,22 @@ def show_resumed(runs: Mapping[str, Ended], *, cut: int) -> None:
     plt.legend(fontsize=8)
     plt.tight_layout()
     plt.show()
+
+
+def show_queue(attempts: Mapping[str, Sequence[tuple[int, int]]], *, steps: int) -> None:
+    """The attempts of each command, of which each has an exit status and the step it reached."""
+    figure, ax = plt.subplots(figsize=(6.5, 1.9))
+    for row, found in enumerate(attempts.values()):
+        begin = 0
+        for status, end in found:
+            colour = "tab:orange" if status else "tab:green"
+            ax.barh(row, end - begin - 0.15, left=begin, height=0.55, color=colour, alpha=0.6)
+            ax.text((begin + end) / 2, row, str(status), ha="center", va="center")
+            begin = end
+    ax.axvline(steps, color="gray", lw=1, ls=":")
+    ax.set_yticks(range(len(attempts)), list(attempts))
+    ax.invert_yaxis()
+    ax.set(xlim=(0, steps + 1), xticks=range(0, steps + 1, 4), xlabel="optimizer step")
+    ax.set_title("A status of 0 ends the queue's work, finished or not", fontsize=11)
+    figure.tight_layout()
+    plt.show()
