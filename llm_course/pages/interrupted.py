@@ -49,7 +49,7 @@ class Notice(Callback):
         self.times = times
 
     def on_train_start(self, engine: Any) -> None:
-        def send(*_: Any) -> None:
+        def send(*told: Any) -> None:
             if engine.state.step + 1 == self.step:
                 for _ in range(self.times):
                     signal.raise_signal(signal.Signals[self.name])
