@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`llm-course train`: train a model as the command line says.
 
     Returns the exit status: 0 at the end of the run, 130 or 143 if SIGINT or SIGTERM has stopped
-    it. ValueError where `load_config` or `train_worker` refuses.
+    it. ValueError if `load_config` or `train_worker` refuses.
     """
     config, resume = load_config(sys.argv[1:] if argv is None else argv)
     result = train_worker(config, resume=resume)
@@ -91,7 +91,7 @@ def resume_command(argv: Sequence[str] | None = None) -> int:
 class LLMTrainer:
     """A run from Python: `LLMTrainer(config).train()` does what `llm-course train` does.
 
-    `result` says how the last training ended; it is None before. ValueError where `train_worker`
+    `result` says how the last training ended; it is None before. ValueError if `train_worker`
     refuses.
     """
 
