@@ -80,8 +80,8 @@ def _report(config: Config, cost: RunEstimate) -> Iterator[tuple[str, str, str]]
 def estimate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course estimate`: print what a run will cost, before it starts.
 
-    Takes the options of `llm-course train`, and returns the exit status. ValueError or OSError
-    where these are wrong, or where the text cannot be read.
+    Takes the options of `llm-course train`, and returns the exit status. ValueError or OSError if
+    these are wrong, or where the text cannot be read.
     """
     config, _ = load_config(sys.argv[1:] if argv is None else argv, prog="llm-course estimate")
     for name, number, included in _report(config, estimate_run(config)):

@@ -58,7 +58,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def open_model(options: argparse.Namespace) -> tuple[DecoderModel, BaseTokenizer, Path]:
     """The model that the arguments name, its tokenizer, and the folder or file that holds both.
 
-    ValueError or FileNotFoundError where there is none.
+    ValueError or FileNotFoundError if there is none.
     """
     if options.run is not None:
         return *load_run(options.run, which=options.checkpoint), Path(options.run)
@@ -100,7 +100,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 def generate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course generate`: stream a continuation of a prompt. Returns the exit status.
 
-    ValueError where the run cannot write text, or a setting is out of range.
+    ValueError if the run cannot write text, or a setting is out of range.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course generate", description="Let a trained model continue a text."
