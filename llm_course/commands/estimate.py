@@ -81,7 +81,7 @@ def estimate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course estimate`: print what a run will cost, before it starts.
 
     Takes the options of `llm-course train`, and returns the exit status. ValueError or OSError if
-    these are wrong, or where the text cannot be read.
+    these are wrong, or if the text cannot be read.
     """
     config, _ = load_config(sys.argv[1:] if argv is None else argv, prog="llm-course estimate")
     for name, number, included in _report(config, estimate_run(config)):
