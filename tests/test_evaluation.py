@@ -343,7 +343,7 @@ def test_command_writes_and_compares(tmp_path, capsys, monkeypatch):
     assert pairs["metrics"]["accuracy"]["value"] == pytest.approx(mean)
     assert sum(one["count"] for one in pairs["reliability"]) == 12
     again = [*words[:-1], "b.json", "--tasks", "pairs", "--compare", "a.json"]
-    assert main(again) == 0 and "more than the other 0.000" in capsys.readouterr().out
+    assert main(again) == 0 and "minus the other     0.000" in capsys.readouterr().out
     assert main([*again, "--seed", "5"]) != 0
     assert "only the same questions" in capsys.readouterr().err
     assert main(["evaluate", "--model", str(FOLDER)]) != 0
@@ -358,8 +358,8 @@ def test_command_writes_and_compares(tmp_path, capsys, monkeypatch):
         ("--tasks pairs,nothing", "tasks='nothing' is unknown"),
         ("--tasks pairs --output no/such/a.json", "name a file in a folder that exists"),
         ("--tasks pairs --output .", "name a file in a folder that exists"),
-        ("--tasks pairs --compare other.txt", "other.txt: it is no evaluation.json: Expecting"),
-        ("--tasks pairs --compare list.json", "list.json: it is no evaluation.json: it has no"),
+        ("--tasks pairs --compare other.txt", "other.txt: this isn't an evaluation.json: Expecting"),
+        ("--tasks pairs --compare list.json", "list.json: this isn't an evaluation.json: it has no"),
         ("--tasks pairs --compare same.json --seed 5", "only the same questions"),
         ("--tasks all --compare same.json", "it has no task 'bits_per_byte', only ['pairs']"),
         ("--tasks pairs,all --compare same.json", "it has no task 'bits_per_byte'"),
