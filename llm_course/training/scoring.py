@@ -212,6 +212,15 @@ def windows(ids: Sequence[int], max_length: int) -> Iterator[Row]:
         end = min(begin + max_length, total)
         yield Row(list(ids[max(0, end - max_length) : end + 1]), end - begin)
 
+
+def _total(scores: Sequence[Score]) -> Score:
+    """The score of a text from those of its windows."""
+    return Score(
+        math.fsum(score.log_prob for score in scores),
+        sum(score.num_tokens for score in scores),
+        all(score.is_greedy for score in scores),
+    )
+
 # %% ../../nbs/21b_scoring.ipynb #b21b015
 class Scorer:
     """Computes log-likelihoods of texts under a model.
@@ -272,12 +281,3 @@ class Scorer:
         for owner, score in zip(owners, score_rows(self.model, rows), strict=True):
             parts[owner].append(score)
         return [_total(scores) for scores in parts]
-
-
-def _total(scores: Sequence[Score]) -> Score:
-    """The score of a text from those of its windows."""
-    return Score(
-        math.fsum(score.log_prob for score in scores),
-        sum(score.num_tokens for score in scores),
-        all(score.is_greedy for score in scores),
-    )
