@@ -246,7 +246,7 @@ class Scorer:
         """The tokens of both, of which those of the continuation are scored.
 
         They are encoded together, and a token that crosses the border is scored. A context that is
-        too long loses its beginning. ValueError where no token is left to score, or none to begin
+        too long loses its beginning. ValueError if no token is left to score, or none to begin
         with.
         """
         ids = self.encode(context + continuation)
