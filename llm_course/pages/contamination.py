@@ -70,8 +70,8 @@ def renamed(story: str) -> str:
 
 def longest_run(first: str, second: str) -> int:
     """How many words in a row two texts share, by the standard library; case doesn't count."""
-    words = [re.findall(r"\w+", text.casefold()) for text in (first, second)]
-    return SequenceMatcher(None, *words, autojunk=False).find_longest_match().size
+    a, b = (re.findall(r"\w+", text.casefold()) for text in (first, second))
+    return SequenceMatcher(None, a, b, autojunk=False).find_longest_match().size
 
 
 def show_bits(rows: Mapping[str, Sequence[float]], least: Sequence[float]) -> None:
@@ -80,7 +80,7 @@ def show_bits(rows: Mapping[str, Sequence[float]], least: Sequence[float]) -> No
     for place, (name, values) in enumerate(rows.items()):
         axes.bar([x + 0.3 * place for x in range(2)], values, 0.28, label=name)
     for x, value in enumerate(least):
-        label = None if x else "the stories' own entropy"
+        label = "" if x else "the stories' own entropy"
         axes.hlines(value, x - 0.2, x + 0.5, color="#d0562f", linestyle="--", label=label)
     axes.set_xticks([0.15, 1.15], ["the three leaked stories", "three new stories"])
     axes.set_ylabel("bits per byte")
