@@ -328,6 +328,32 @@ def show_range(gradients: Tensor, scale: float) -> None:
     plt.show()
 
 
+def show_scale_errors(exponents: Sequence[int], errors: Mapping[str, Sequence[float]]) -> None:
+    """The relative error of a gradient in 16 bits, over the exponent of the loss scale."""
+    plt.figure(figsize=(6, 2.6))
+    for (name, values), style in zip(errors.items(), ("o-", "s--"), strict=True):
+        plt.semilogy(exponents, values, style, ms=4, label=name)
+    plt.xlabel("scale: 2 to the power of")
+    plt.ylabel("relative error")
+    plt.legend(fontsize=8)
+    plt.title("Without a scale float16 loses the whole gradient")
+    plt.show()
+
+
+def show_scales(scales: Sequence[float], skipped: Sequence[int]) -> None:
+    """The loss scale after each step of a run; `skipped` are the steps that overflowed."""
+    plt.figure(figsize=(6, 2.6))
+    steps = range(1, 1 + len(scales))
+    plt.semilogy(steps, scales, base=2, drawstyle="steps-mid", label="scale after the step")
+    crosses = [scales[step - 1] for step in skipped]
+    plt.plot(skipped, crosses, "x", color="tab:red", label="skipped")
+    plt.xlabel("optimizer step")
+    plt.ylabel("scale")
+    plt.legend(fontsize=8)
+    plt.title("The scale halves until the gradients fit, then tries more")
+    plt.show()
+
+
 # ------------------------------------------------------------------------- a step, moment by moment
 
 
