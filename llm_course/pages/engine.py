@@ -586,6 +586,46 @@ def show_run(record: Record) -> None:
     plt.show()
 
 
+def show_seen(happened: Sequence[float], seen: Sequence[float]) -> None:
+    """The loss of each step of a run, and the part of it that a callback saw."""
+    plt.figure(figsize=(6, 2.5))
+    plt.plot(range(1, 1 + len(happened)), happened, "o-", ms=3, label="what happened")
+    plt.plot(range(1, 1 + len(seen)), seen, lw=6, alpha=0.4, label="what the last callback saw")
+    plt.xlabel("optimizer step")
+    plt.ylabel("loss per word, nats")
+    plt.gca().xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.legend(fontsize=8)
+    plt.title("A swallowed error: the run goes on, and nobody watches")
+    plt.show()
+
+
+def cosine(planned: int, *, steps: int, peak: float = 5e-3) -> list[float]:
+    """The learning rate of each of `steps` steps, along a cosine planned for `planned` steps."""
+    task = LanguageModelingTask(Config(optimization=OptimizationConfig(warmup_steps=0)))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduler = task.build_scheduler(optimizer, max_steps=planned)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def show_plans(rates: Mapping[int, Sequence[float]]) -> None:
+    """The learning rate of each step, for each number of steps that was planned."""
+    plt.figure(figsize=(6, 2.4))
+    for (planned, values), style in zip(rates.items(), ("s--", "o-"), strict=True):
+        plt.plot(range(1, 1 + len(values)), values, style, label=f"planned for {planned} steps")
+    plt.xlabel("optimizer step")
+    plt.ylabel("learning rate")
+    plt.ylim(0)
+    plt.gca().xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.legend(fontsize=8)
+    plt.title("Planned too short, the run ends at the lowest rate")
+    plt.show()
+
+
 def first_difference(one: Sequence[float], other: Sequence[float]) -> int:
     """The first index at which two lists of numbers differ."""
     pairs = zip(one, other, strict=True)

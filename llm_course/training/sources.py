@@ -356,10 +356,10 @@ def load_config(
 ) -> tuple[Config, bool | str]:
     """Read a run's configuration from the arguments of a command line.
 
-    Returns it, and the value of `--resume`: whether to go on, or the path to go on from. The order is
-    defaults < the file that `LLM_COURSE_CONFIG` names < `--config` files < environment variables
-    such as `LLM_COURSE_TRAINING__MAX_STEPS` < command line. Of several files, and of an option that
-    is given twice, the later wins. `--help` and `--print_config` print and raise SystemExit.
+    Returns it, and the value of `--resume`: whether to go on, or the path to go on from. The order
+    is defaults < the file that `LLM_COURSE_CONFIG` names < `--config` files < environment
+    variables such as `LLM_COURSE_TRAINING__MAX_STEPS` < command line. Of several files, and of an
+    option that is given twice, the later wins. `--help` and `--print_config` print and raise SystemExit.
     ValueError, with the place and the key, for a key that doesn't exist or is set twice, and for a
     value of the wrong type or out of range.
     """
