@@ -98,7 +98,7 @@ def report(e: Evidence, found: Diagnosis) -> Iterator[str]:
 def check_run_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course check-run RUN_DIR`: say whether a run's curves are normal, and why not.
 
-    Returns the exit status: 0, or 1 where something is unusual. ValueError where the folder holds
+    Returns the exit status: 0, or 1 where something is unusual. ValueError if the folder holds
     no run of a language model.
     """
     parser = argparse.ArgumentParser(

@@ -70,7 +70,7 @@ def _options(key: str) -> tuple[Any, ...]:
 
 # %% ../../nbs/12b_config_sources.ipynb #6f17c669
 def _check_key(key: str) -> None:
-    """ValueError where `key`, such as `training.max_steps`, is not a key of the configuration."""
+    """ValueError if `key`, such as `training.max_steps`, is not a key of the configuration."""
     if key not in KEY_TYPES and key not in _ALIASES:
         raise ValueError(f"{key!r} is not a key of the configuration{_nearest(key)}")
 
@@ -142,7 +142,7 @@ class StrictLoader(yaml.SafeLoader):
         if ":" in node.value or re.match(r"[-+]?0[0-9_]", node.value):
             raise ValueError(
                 f"{node.value} is {number} in YAML; write {number} if you mean that, or quotes for"
-                " a text"
+                " a string"
             )
         float(number)  # OverflowError where it is too large
         return number
@@ -169,7 +169,7 @@ def _at(place: str) -> Iterator[None]:
 def _checked(key: str, value: Any, shown: Any) -> Any:
     """`value` as the field of `key` holds it.
 
-    ValueError where it doesn't fit; `shown` is the value as it was written, for the message.
+    ValueError if it doesn't fit; `shown` is the value as it was written, for the message.
     """
     field = _FIELDS[_ALIASES.get(key, key)]
     if float in _options(key) and isinstance(value, str | int) and not isinstance(value, bool):
@@ -178,7 +178,7 @@ def _checked(key: str, value: Any, shown: Any) -> Any:
     if not fits_type(value, field.type):
         hint = ""
         if str in _options(key):
-            hint = f": in quotes it is a text, without them YAML reads {value!r}"
+            hint = f": in quotes it is a string, without them YAML reads {value!r}"
         if key == "callbacks":
             hint = ": their arguments are numbers, texts, true, false, null, or lists of these"
         raise ValueError(f"{key}={shown} must be {type_in_words(field.type)}{hint}")
@@ -203,7 +203,7 @@ def _from_text(key: str, text: str) -> list[Setting]:
         with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a string
             value = StrictLoader(text).get_single_data()
     if value is None and NoneType in options:
-        raise ValueError(f"{key}={text!r} is nothing in YAML: write null if you mean that")
+        raise ValueError(f"{key}={text!r} means null in YAML: write null if that's what you mean")
     if isinstance(value, dict) and any(map(is_dataclass, options)):
         parts = (_from_value(f"{key}.{name}", part, part) for name, part in value.items())
         return [setting for part in parts for setting in part]
@@ -263,7 +263,7 @@ def _from_file(path: str) -> list[Setting]:
 
 
 def _by_one_name(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings of one source without aliases; ValueError where two names of a key disagree."""
+    """The settings of one source without aliases; ValueError if two names of a key disagree."""
     settings = list(settings)
     given = dict(settings)
     for alias, key in _ALIASES.items():
@@ -356,10 +356,10 @@ def load_config(
 ) -> tuple[Config, bool | str]:
     """Read a run's configuration from the arguments of a command line.
 
-    Returns it, and the value of `--resume`: whether to go on, or the path to go on from. The order
-    is defaults < the file that `LLM_COURSE_CONFIG` names < `--config` files < environment
-    variables such as `LLM_COURSE_TRAINING__MAX_STEPS` < command line. Of several files, and of an
-    option that is given twice, the later wins. `--help` and `--print_config` print and raise SystemExit.
+    Returns it, and `--resume`: whether to go on, or the path to go on from. The order is
+    defaults < the file that `LLM_COURSE_CONFIG` names < `--config` files < environment variables
+    such as `LLM_COURSE_TRAINING__MAX_STEPS` < command line. Of several files, and of an option that
+    is given twice, the later wins. `--help` and `--print_config` print and raise SystemExit.
     ValueError, with the place and the key, for a key that doesn't exist or is set twice, and for a
     value of the wrong type or out of range.
     """
@@ -423,7 +423,7 @@ def read_config(path: str | Path) -> Config:
 def save_config(config: Config, path: str | Path) -> None:
     """Write all of `config` as YAML, all or nothing; `read_config(path)` gives an equal one.
 
-    ValueError where attributes were assigned since, and no longer fit.
+    ValueError if attributes were assigned since, and no longer fit.
     """
     Config(**asdict(config))
     try:
