@@ -606,7 +606,7 @@ def cosine(planned: int, *, steps: int, peak: float = 5e-3) -> list[float]:
     scheduler = task.build_scheduler(optimizer, max_steps=planned)
     rates = []
     for _ in range(steps):
-        rates.append(scheduler.get_last_lr()[0])
+        rates.append(float(scheduler.get_last_lr()[0]))
         optimizer.step()
         scheduler.step()
     return rates

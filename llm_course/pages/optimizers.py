@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import matplotlib.pyplot as plt
 import torch
@@ -284,7 +284,9 @@ def draw_strengths(before: Tensor, after: Tensor) -> None:
     plt.show()
 
 
-def race(name: str, lr: float, *, steps: int = 60) -> tuple[DecoderModel, list[float], list[float]]:
+def race(
+    name: Literal["adamw", "muon"], lr: float, *, steps: int = 60
+) -> tuple[DecoderModel, list[float], list[float]]:
     """Train the tiny model on stories with the optimizer `name`, along a cosine schedule.
 
     Returns the model, the loss per word of each step, and how far each step moves attention's
