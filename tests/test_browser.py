@@ -351,11 +351,12 @@ def move(page, control, times: int) -> None:
             if control.inner_text() != before:
                 break
             # by the mouse: a slider that waits for the release doesn't hear the arrow keys
+            control.scroll_into_view_if_needed()
             box = control.locator(".noUi-handle").first.bounding_box()
             x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
             page.mouse.move(x, y)
             page.mouse.down()
-            page.mouse.move(x + way * 40, y, steps=4)
+            page.mouse.move(x + way * 100, y, steps=4)
             page.mouse.up()
             page.wait_for_timeout(100)
     elif "widget-dropdown" in kind:
