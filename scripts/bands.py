@@ -3,7 +3,8 @@
     python scripts/bands.py [NAME ...]     # a quarter of a minute a run, on one thread
 
 Goes on where it was stopped. Writes llm_course/training/bands.json, in which `llm-course check-run`
-looks runs up. A run's curves differ a little between processors, by less than they differ between
+looks runs up, and llm_course/pages/fresh_seeds.json, runs that no band has seen, on which chapter 20
+tries the band. A run's curves differ a little between processors, by less than they differ between
 seeds.
 """
 
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BANDS = ROOT / "llm_course" / "training" / "bands.json"
 CONFIGURATIONS = ("small_stories",)
 SEEDS = range(10)
+FRESH = ROOT / "llm_course" / "pages" / "fresh_seeds.json"
+FRESH_SEEDS = range(10, 16)
 
 
 def quiet(config: Config, run_dir: str, seed: int) -> Config:
@@ -62,6 +65,9 @@ def main(names: list[str]) -> None:
             if seed not in recorded:
                 entry["runs"].append(curves(config, seed))
                 write_text(BANDS, json.dumps(bands) + "\n")
+    if not FRESH.exists():
+        config = read_config(ROOT / "configs" / f"{CONFIGURATIONS[0]}.yaml")
+        write_text(FRESH, json.dumps([curves(config, seed) for seed in FRESH_SEEDS]) + "\n")
 
 
 if __name__ == "__main__":
