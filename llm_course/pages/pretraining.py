@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.ticker import LogLocator
 
-from llm_course.training.bands import Band, find_band
+from llm_course.training.bands import COLUMNS, Band, find_band
 from llm_course.model.config import ModelConfig
 from llm_course.model.estimate import count_parameters
 from llm_course.training.callbacks import read_metrics
@@ -42,6 +43,8 @@ from llm_course.training.sources import read_config
 
 FAULTS = Path(__file__).with_name("faults.json")
 STORYTELLER = Path(__file__).with_name("storyteller_run.json")
+TWO_PROCESSES = Path(__file__).with_name("two_processes.json")
+FRESH_SEEDS = Path(__file__).with_name("fresh_seeds.json")
 Row = Mapping[str, Any]
 
 
@@ -311,4 +314,66 @@ def compare_rates(names: Sequence[str]) -> None:
         axes.plot(*column(evidence.rows, "val_loss"), "o-", label=f"{rate:g}")
     axes.set(xlabel="thousand tokens", ylabel="validation loss", title="Three learning rates")
     axes.legend(title="peak rate", fontsize=8)
+    plt.show()
+
+
+# ------------------------------------------------------------------------------ several processes
+
+
+@cache
+def two_processes() -> dict[str, Any]:
+    """The small run on one process and on two, by name: its curves, and what its model writes."""
+    return json.loads(TWO_PROCESSES.read_text(encoding="utf-8"))
+
+
+def plot_processes(runs: Mapping[str, Any], band: Band) -> None:
+    """The training losses of runs of 100 steps, over steps and over tokens."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
+    styles = zip(("tab:blue", "tab:orange", "tab:red"), (4, 1.5, 1.5), strict=True)
+    for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
+        targets, losses = zip(*run["loss"], strict=True)
+        steps = [100 * each / targets[-1] for each in targets]
+        for place, x in zip(axes, (steps, [each / 1000 for each in targets]), strict=True):
+            place.plot(x, losses, color=color, linewidth=width, label=name)
+    places = [targets for targets, _ in runs["one process, 16 rows"]["loss"]]
+    low, _, high = zip(*(band.interval("loss", each) for each in places), strict=True)
+    axes[1].fill_between([x / 1000 for x in places], low, high, color="tab:green", alpha=0.3)
+    axes[0].set(xlabel="steps", ylabel="loss", yscale="log", title="Over steps")
+    axes[1].set(xlabel="thousand tokens", title="Over tokens, with the band of ten seeds")
+    _plain_ticks(axes[0])
+    axes[0].legend(fontsize=8)
+    plt.show()
+
+
+# -------------------------------------------------------------------------------------- the bands
+
+
+def band_runs(name: str) -> dict[str, Any]:
+    """What a band of the package is made from: its task, its knobs and the curves of its runs."""
+    text = files("llm_course.training").joinpath("bands.json").read_text(encoding="utf-8")
+    return json.loads(text)[name]
+
+
+@cache
+def fresh_seeds() -> dict[int, list[dict[str, float]]]:
+    """Rows of healthy runs that no band has seen, by their seed."""
+    found = {}
+    for run in json.loads(FRESH_SEEDS.read_text(encoding="utf-8")):
+        rows: dict[float, dict[str, float]] = {}
+        for name in COLUMNS:
+            for targets, value in run[name]:
+                rows.setdefault(targets, {"targets": targets})[name] = value
+        found[run["seed"]] = [rows[targets] for targets in sorted(rows)]
+    return found
+
+
+def plot_seeds(runs: Sequence[Mapping[str, Any]]) -> None:
+    """The training and validation losses of runs that differ only in their seed."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    for name, place in zip(("loss", "val_loss"), axes, strict=True):
+        for run in runs:
+            targets, values = zip(*run[name], strict=True)
+            place.plot([each / 1000 for each in targets], values, linewidth=1)
+        place.set(xlabel="thousand tokens", ylabel=name, yscale="log")
+        _plain_ticks(place)
     plt.show()
