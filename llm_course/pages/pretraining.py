@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,13 +157,15 @@ def plot_band(
     axes.legend(fontsize=8)
 
 
-def show_run(evidence: Evidence, title: str = "") -> None:
-    """The three curves of a run, each against its band."""
+def show_run(evidence: Evidence, title: str = "", note: str = "") -> None:
+    """The three curves of a run, each against its band, and a note below."""
     _, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
     for name, place in zip(("loss", "val_loss", "grad_norm"), axes, strict=True):
         floor = None if name == "grad_norm" else evidence.text.floor
         plot_band(evidence.band, evidence.rows, name=name, floor=floor, axes=place)
     axes[1].set_title(title)
+    if note:
+        axes[1].figure.supxlabel(note, fontsize=10)
     plt.show()
 
 
@@ -172,6 +175,46 @@ def explain(mistake: str) -> None:
     show_run(evidence, mistake)
     for cause in diagnose(evidence).causes:
         print(f"{cause.kind}: {cause.evidence}. {cause.advice}")
+
+
+TOO_GOOD = (
+    "no causal mask",
+    "labels not shifted",
+    "half of the labels masked",
+    "the same batch again",
+    "validation text in training",
+)
+
+
+def suspects() -> dict[str, str]:
+    """The recorded runs under letters that say nothing."""
+    names = sorted(load_faults(), key=lambda name: name[::-1])
+    return {chr(ord("A") + i): name for i, name in enumerate(names)}
+
+
+def show_suspect(letter: str, *, verdict: bool) -> None:
+    """A recorded run against its bands; with `verdict`, what is wrong and how it was found."""
+    name = suspects()[letter]
+    evidence = load_faults()[name].evidence
+    causes = [f"{cause.kind}: {cause.evidence}" for cause in diagnose(evidence).causes]
+    lines = "\n".join(textwrap.fill(cause, 110) for cause in causes) or "nothing unusual was found"
+    show_run(evidence, f"Run {letter}", note=f"{name}\n{lines}" if verdict else "")
+
+
+def plot_offsets(names: Sequence[str]) -> None:
+    """The loss of recorded runs' checkpoints at each offset, and the lowest one marked."""
+    _, axes = plt.subplots(1, len(names), figsize=(9, 2.6), layout="constrained", sharey=True)
+    for name, place in zip(names, axes, strict=True):
+        weights = load_faults()[name].evidence.weights
+        assert weights is not None
+        losses = weights.by_offset
+        best = min(losses, key=lambda offset: losses[offset])
+        colors = ["tab:green" if offset == best else "tab:gray" for offset in losses]
+        bars = place.bar([str(offset) for offset in losses], list(losses.values()), color=colors)
+        place.bar_label(bars, fmt="%.2f", fontsize=8)
+        place.set(title=name, xlabel="offset", ylim=(0, 18))
+    axes[0].set_ylabel("loss of the checkpoint")
+    plt.show()
 
 
 def compare_runs(names: Sequence[str]) -> None:
