@@ -194,7 +194,7 @@ def read_weights(config: Config, vocab_size: int) -> WeightFacts | None:
 # %% ../../nbs/20c_diagnosis.ipynb #diagevidence
 @dataclass(frozen=True)
 class Evidence:
-    """All that a diagnosis may look at: the contents of a run's folder, and the band of its task."""
+    """What a diagnosis may look at: the contents of a run's folder, and the band of its task."""
 
     config: Config
     rows: list[dict[str, Any]]
