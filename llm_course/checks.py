@@ -224,7 +224,7 @@ def type_in_words(kind: Any) -> str:
         return " or ".join(map(str, get_args(kind)))
     if origin is list:
         if kind == list[str]:
-            return "a list of texts"
+            return "a list of strings"
         return f"a list of {type_in_words(get_args(kind)[0])}"
     if origin is dict:
         return "a mapping of names"
@@ -232,7 +232,7 @@ def type_in_words(kind: Any) -> str:
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        str: "a text",
+        str: "a string",
         NoneType: "null",
     }
     return words.get(kind, f"a {kind.__name__}")

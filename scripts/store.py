@@ -31,7 +31,9 @@ def store(path: Path) -> None:
     for cell in left_out:
         cell.cell_type = "raw"
     resources = {"metadata": {"path": path.parent}}
-    NotebookClient(notebook, timeout=600, resources=resources).execute()
+    # a text that is printed in parts is stored as one
+    settings = {"timeout": 600, "resources": resources, "coalesce_streams": True}
+    NotebookClient(notebook, **settings).execute()
     for cell in left_out:
         cell.cell_type = "code"
     nbformat.write(without_widgets(notebook), path)

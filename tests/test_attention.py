@@ -172,9 +172,9 @@ def test_more_queries_than_keys_and_no_keys_at_all():
         (dict(dropout=1.0), "dropout=1.0"),
         (
             dict(v=torch.randn(1, 2, 4, 8).double()),
-            "torch.float64, expected one floating-point type",
+            "torch.float64, expected the same floating-point type",
         ),
-        (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected one"),
+        (dict(k=torch.randn(1, 2, 4, 8).half()), "torch.float16, torch.float32, expected the same"),
         (
             {name: torch.ones(1, 2, 4, 8, dtype=torch.long) for name in "qkv"},
             "q has dtype torch.int64, expected a floating-point type",
@@ -247,7 +247,7 @@ def test_forward_refuses_what_does_not_fit():
         layer(x, mask=torch.ones(2, 5, dtype=torch.bool))  # a (B, S) padding mask
     with pytest.raises(ValueError, match="the cache returned S=1"):
         layer(x, cache=Forgetful())
-    with pytest.raises(ValueError, match="expected one floating-point type"):
+    with pytest.raises(ValueError, match="expected the same floating-point type"):
         layer(x, cache=Rounding())
     with pytest.raises(ValueError, match="does not broadcast"):
         # before it meets the window

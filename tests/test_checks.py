@@ -214,10 +214,10 @@ def test_values_become_plain():
         (int, "a whole number", [0, -3], [1.0, True, "1", None]),
         (float, "a number", [0, 0.5], [True, "1", None]),
         (bool, "true or false", [True, False], [0, 1, "true"]),
-        (str, "a text", ["", "a"], [1, None]),
+        (str, "a string", ["", "a"], [1, None]),
         (int | None, "a whole number or null", [1, None], [1.5, "a"]),
         (Literal["a", "b"], "a or b", ["a"], ["c", None, 1]),
-        (list[str], "a list of texts", [[], ["a"]], ["a", [1], None]),
+        (list[str], "a list of strings", [[], ["a"]], ["a", [1], None]),
         (list[int], "a list of a whole number", [[1]], [[1.5], 1]),
         (Path, "a Path", [Path("a")], ["a"]),
     ],
@@ -257,7 +257,7 @@ def test_fields_become_plain_and_mappings_become_their_class():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Outer(name=1), "name=1 must be a text"),
+        (lambda: Outer(name=1), "name=1 must be a string"),
         (lambda: Outer(inner=3), "inner=3 must be a Inner"),
         (lambda: Outer(inner={"rat": 1}), "inner={'rat': 1}: .*unexpected keyword argument 'rat'"),
         (lambda: Outer(inner={"rate": 0}), "outer.inner.rate=0 must be above 0 and at most 1"),

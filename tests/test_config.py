@@ -252,7 +252,7 @@ def test_a_run_has_one_length(given):
         ),
         (dict(model={"hidden_siz": 64}), "model={'hidden_siz': 64}: "),
         (dict(model=64), "model=64 must be a ModelConfig"),
-        (dict(run_dir=None), "run_dir=None must be a text"),
+        (dict(run_dir=None), "run_dir=None must be a string"),
     ],
 )
 def test_impossible_combinations_say_a_way_out(parts, words):
@@ -378,7 +378,7 @@ def test_a_text_that_is_nothing_in_yaml_is_a_text_where_texts_are_asked_and_refu
             outcome([], quoted),
             outcome([], **{f"{section}__{name}".upper(): text}),
         ):
-            assert f"{key}={text!r} is nothing in YAML" in str(said)
+            assert f"{key}={text!r} means null in YAML" in str(said)
     for key in ("logging.sample_prompt", "logging.wandb_project"):
         name = key.partition(".")[2]
         config = outcome([f"--{key}={text}"])
@@ -396,7 +396,7 @@ def test_the_word_null_is_none_from_every_source_and_refused_in_python(text):
         outcome([], "logging: {wandb_project: mine}", LOGGING__WANDB_PROJECT=text),
     ):
         assert config.logging.wandb_project is None
-    with pytest.raises(ValueError, match="logging.wandb_project=.* is nothing in YAML"):
+    with pytest.raises(ValueError, match="logging.wandb_project=.* means null in YAML"):
         LoggingConfig(wandb_project=text)
 
 
@@ -414,7 +414,7 @@ def test_words_for_annotations():
     words = type_in_words
     assert words(int | None) == "a whole number or null" and words(bool) == "true or false"
     assert (
-        words(list[str] | str) == "a list of texts or a text"
+        words(list[str] | str) == "a list of strings or a string"
         and words(Literal["a"] | None) == "a or null"
     )
     assert words(ModelConfig.__dataclass_fields__["layer_types"].type).startswith(
@@ -720,12 +720,12 @@ REFUSED = [
         [],
         "data: {corpus: no}",
         {},
-        "run.yaml: line 1: data.corpus=no must be a text: in quotes it is a text, without them YAML"
-        " reads False",
+        "run.yaml: line 1: data.corpus=no must be a string: in quotes it is a string, without them"
+        " YAML reads False",
     ),
-    ([], "run_dir: 1.10", {}, "run_dir=1.10 must be a text: in quotes it is a text"),
-    ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of texts or a text"),
-    ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=null must be a text"),
+    ([], "run_dir: 1.10", {}, "run_dir=1.10 must be a string: in quotes it is a string"),
+    ([], "data: {files: [1, a]}", {}, "data.files=[1, 'a'] must be a list of strings or a string"),
+    ([], "logging: {sample_prompt: null}", {}, "logging.sample_prompt=null must be a string"),
     ([], None, {"TRAINING__COMPILE": "perhaps"}, "training.compile=perhaps must be true or false"),
     (
         [],
@@ -1155,7 +1155,7 @@ def test_round_trip(parts):
             }
         )
     except ValueError as error:
-        assert "nccl" in str(error) or "is nothing in YAML" in str(error)
+        assert "nccl" in str(error) or "means null in YAML" in str(error)
         return
     save_config(config, "config.yaml")
     assert read_config("config.yaml") == config

@@ -427,7 +427,7 @@ HIDDEN, WEIGHT, LABELS = (t.detach() for t in example((2, 3), 5, 11))
         (dict(weight=WEIGHT.double()), "hidden is torch.float32 and weight torch.float64"),
         (
             dict(hidden=HIDDEN.long(), weight=WEIGHT.long()),
-            "torch.int64, expected one floating-point type",
+            "torch.int64, expected the same floating-point type",
         ),
         (dict(softcap=0.0), "softcap=0.0"),
         (dict(softcap=math.inf), "softcap=inf"),

@@ -399,7 +399,7 @@ def test_what_cannot_be_is_refused(tmp_path, parts, message):
 @pytest.mark.parametrize("strategy, size", [("fsdp", None), ("fsdp+tp", 2)])
 def test_a_manager_refuses_the_strategy_of_another(strategy, size):
     config = DistributedConfig(strategy=strategy, world_size=4, model_parallel_size=size)
-    with pytest.raises(ValueError, match=rf"strategy={re.escape(strategy)} is not what a Distr"):
+    with pytest.raises(ValueError, match=rf"strategy={re.escape(strategy)} isn't what a Distr"):
         DistributedManager(config)
 
 

@@ -176,7 +176,7 @@ def test_groups_are_drawn_together():
     ("arguments", "message"),
     [
         (([],), "0 values in 0 group"),
-        (([1.0],), "needs two groups at least"),
+        (([1.0],), "needs at least two groups"),
         (([1.0, 0.0], [1.0]), "values has 2, sizes has 1"),
         (([1.0, 0.0], [1.0, 0.0]), "size=0.0 must be positive"),
         (([1.0, math.nan],), r"values\[1\]=nan must be"),
@@ -193,7 +193,7 @@ def test_refused_values(arguments, message):
     ("options", "message"),
     [
         ({"groups": [1]}, "groups has 1 entries for 2 values"),
-        ({"groups": [1, 1]}, "needs two groups at least"),
+        ({"groups": [1, 1]}, "needs at least two groups"),
         ({"confidence": 1}, "confidence=1 must be"),
         ({"resamples": 0}, "resamples=0 must be"),
         ({"seed": None}, "seed=None must be"),
@@ -245,7 +245,7 @@ def test_calibration_by_hand():
     with pytest.raises(ValueError, match="confidences has 1, correct has 0"):
         reliability([0.5], [])
     for empty in ([], [bins[0]._replace(count=0)]):
-        with pytest.raises(ValueError, match="the bins hold no answer"):
+        with pytest.raises(ValueError, match="the bins contain no answers"):
             calibration_error(empty)
 
 

@@ -161,12 +161,12 @@ def test_cache_refuses_values_that_do_not_belong_to_the_keys():
     k = torch.randn(2, 2, 3, 4)
     # all but the last would be broadcast
     for v in (k[:, :, :1], k[:1], k[:, :1], k[..., :1], k[0]):
-        with pytest.raises(ValueError, match=r"expected one shape \(B, K, T, D\)"):
+        with pytest.raises(ValueError, match=r"expected the same shape \(B, K, T, D\)"):
             cache.update(0, k, v)
-    with pytest.raises(ValueError, match=r"expected one shape"):
+    with pytest.raises(ValueError, match=r"expected the same shape"):
         cache.update(0, k[0], k[0])
     cache.update(0, k, k)
-    with pytest.raises(ValueError, match="another dtype needs a new KVCache"):
+    with pytest.raises(ValueError, match="a different dtype needs a new KVCache"):
         cache.update(0, k.double(), k.double())
     assert cache.length == 3 and repr(cache) == "KVCache(max_length=9, length=3, layers=1)"
 

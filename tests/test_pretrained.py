@@ -1040,7 +1040,7 @@ def test_what_cannot_be_written_is_refused_before_a_file_is_made(tmp_path):
         "goes with a tokenizer": lambda: save_pretrained(
             tiny(), tmp_path / "x", chat_template=template
         ),
-        "must be a text": lambda: save_pretrained(
+        "must be a string": lambda: save_pretrained(
             tiny(vocab_size=260), tmp_path / "x", tokenizer=tokenizer, chat_template={"a": 1}
         ),
     }.items():

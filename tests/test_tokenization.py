@@ -730,7 +730,7 @@ def test_training_arguments(bpe_class):
         pytest.raises(ValueError, match="at least two characters|ordinary token"),
     ):
         bpe_class.train(["text"], vocab_size=300, special_tokens=["t"])
-    with pytest.raises(ValueError, match="not one str"):
+    with pytest.raises(ValueError, match="not a single str"):
         bpe_class.train("text", vocab_size=300)
     with pytest.raises(ValueError, match="surrogate"):
         bpe_class.train(["broken \ud83d"], vocab_size=300)
@@ -820,8 +820,8 @@ def test_characters_saved_before_there_were_more_special_tokens():
 @pytest.mark.parametrize(
     "names, words",
     [
-        (["<|eos|>", "<|eos|>"], "special token '<|eos|>' is there twice"),
-        (["<PAD>"], "special token '<PAD>' is there twice"),
+        (["<|eos|>", "<|eos|>"], "special token '<|eos|>' appears twice"),
+        (["<PAD>"], "special token '<PAD>' appears twice"),
         (["x"], "special token 'x' must have at least two characters"),
     ],
 )

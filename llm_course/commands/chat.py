@@ -48,7 +48,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, str]], **names: s
     """Lay a conversation out as a Jinja template says, with the assistant's turn opened.
 
     A template is a program of whoever made the model, so it runs in Jinja's sandbox: it can read
-    the messages and `names` (`bos_token`, `eos_token`), and nothing else. ValueError where it
+    the messages and `names` (`bos_token`, `eos_token`), and nothing else. ValueError if it
     cannot be used, or refuses the conversation.
     """
     sandbox = ImmutableSandboxedEnvironment(

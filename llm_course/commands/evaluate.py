@@ -25,7 +25,7 @@ from ..training.sources import read_config
 def evaluate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course evaluate`: measure a run's validation loss, in nats per target, on the CPU.
 
-    Returns the exit status. ValueError where the run has no such checkpoint or no validation data.
+    Returns the exit status. ValueError if the run has no such checkpoint or no validation data.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course evaluate", description="Measure the validation loss of a run."

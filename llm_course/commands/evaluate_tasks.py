@@ -111,7 +111,7 @@ def evaluate_tasks_command(argv: Sequence[str] | None = None) -> int:
 
 # %% ../../nbs/21e_evaluate_tasks.ipynb #b21eout
 def _output(options: argparse.Namespace, place: Path) -> Path:
-    """Where the report goes; ValueError where there is no folder for it."""
+    """Where the report goes; ValueError if there is no folder for it."""
     if options.output is not None:
         output = Path(options.output)
         if not output.parent.is_dir() or output.is_dir():
@@ -123,7 +123,7 @@ def _output(options: argparse.Namespace, place: Path) -> Path:
 
 
 def _read_other(file: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Any]:
-    """The report to compare with; ValueError where its questions are not the same."""
+    """The report to compare with; ValueError if its questions are not the same."""
     try:
         other = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:

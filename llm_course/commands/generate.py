@@ -100,7 +100,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 def generate_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course generate`: stream a continuation of a prompt. Returns the exit status.
 
-    ValueError where the run cannot write text, or a setting is out of range.
+    ValueError if the run cannot write text, or a setting is out of range.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course generate", description="Let a trained model continue a text."

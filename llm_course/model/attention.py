@@ -89,13 +89,13 @@ def scaled_dot_product_attention(
 
 # %% ../../nbs/05a_attention.ipynb #1ca2f345
 class KeyValueCache(Protocol):
-    """All that attention needs from a cache: store the new keys and values, return all so far.
+    """All that attention needs from a cache: it stores new keys and values and returns all so far.
 
     Chapter 10's `KVCache` is such a cache.
     """
 
     def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v` (B, K, T, D) to this layer's; return all, each (B, K, S >= T, D)."""
+        """Append `k` and `v` (B, K, T, D) to this layer's and return all, (B, K, S >= T, D)."""
 
 # %% ../../nbs/05a_attention.ipynb #cfcb00bb
 class MultiHeadAttention(AttentionBase):

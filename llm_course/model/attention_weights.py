@@ -36,7 +36,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Non
         )
     if not q.dtype == k.dtype == v.dtype and not autocasts(q, k, v):
         raise ValueError(
-            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected one floating-point"
+            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}, expected the same floating-point"
             " type: convert them with .to(dtype)"
         )
     if mask is not None:

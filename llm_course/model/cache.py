@@ -75,8 +75,8 @@ class LayerCache:
             )
         if (k.dtype, v.dtype) != (keys.dtype, values.dtype):
             raise ValueError(
-                f"{k.dtype} and {v.dtype} after {keys.dtype} and {values.dtype}: another dtype"
-                " needs a new KVCache"
+                f"{k.dtype} and {v.dtype} after {keys.dtype} and {values.dtype}: a different"
+                " dtype needs a new KVCache"
             )
         start = self._filled
         length = self._forgotten + start + T
@@ -111,8 +111,8 @@ class KVCache:
 
     `update(layer_index, k, v)` appends (B, K, T, D) and returns all keys and values that the T new
     queries need, each (B, K, S, D). `windows` lists the window W of each layer, None for full
-    attention. There S counts all positions so far; with a window it is at most W - 1 + T, and the
-    buffer holds at most 2W. Layers beyond the list keep everything, which is right for every model.
+    attention. Without a window S counts all positions so far; with one it is at most W - 1 + T, and
+    the buffer holds at most 2W. Layers beyond the list keep everything, which is always right.
 
     The results are views of the buffers, valid until the next call. The cache is for inference: no
     gradient flows into it, and a cache that was first used under `torch.inference_mode()` must be
@@ -151,8 +151,8 @@ class KVCache:
         check_dtype("v", v, "floating")
         if k.ndim != 4 or v.shape != k.shape:
             raise ValueError(
-                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected one shape (B, K,"
-                " T, D)"
+                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected the same shape"
+                " (B, K, T, D)"
             )
         if layer_index not in self._layers:
             window = self._windows.get(layer_index)

@@ -22,7 +22,7 @@ NOT_NEGATIVE = "[0, inf)"
 def _representable(name: str, value: Any, is_real: bool) -> Any:
     """Return the value of a field, real numbers as floats.
 
-    Raises ValueError for a size that int64, or a real number that float32, can't represent.
+    Raises ValueError for a size that int64 can't represent, or a real number that float32 can't.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 2**63:
         raise ValueError(f"{name}={value} must be below 2^63, the range of int64")
@@ -112,7 +112,7 @@ def _expert_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
         ),
         (
             config.use_moe and config.mlp_bias,
-            "mlp_bias=True does not go with use_moe=True: experts have no bias, set mlp_bias=False",
+            "mlp_bias=True does not go with use_moe=True: experts have no bias; set mlp_bias=False",
         ),
         (
             shared and not config.use_moe,
@@ -121,7 +121,7 @@ def _expert_rules(config: "ModelConfig") -> list[tuple[Any, str]]:
         (
             config.shared_expert_gate and not shared,
             "shared_expert_gate=True needs shared_expert_intermediate_size: the width of the"
-            " expert that it weighs",
+            " expert that it gates",
         ),
         (
             dense and not (config.use_moe and some),
@@ -158,10 +158,10 @@ class ModelConfig:
             are added to the embedding.
         rope_theta: base of the rotary frequencies.
         rope_scaling: lowers RoPE's frequencies for longer contexts; None means no scaling.
-        partial_rotary_factor: share of each head that RoPE rotates, its first numbers.
+        partial_rotary_factor: share of each head that RoPE rotates, starting from its first number.
         rope_layers: for each layer, whether RoPE acts there; None means that it does in all.
-        sliding_rope_theta: base of the rotary frequencies in layers with a window, which are then
-            not scaled; None means the same frequencies in all layers.
+        sliding_rope_theta: base of the rotary frequencies in layers with a window, where they are
+            then not scaled; None means the same frequencies in all layers.
         embedding_scale: factor on the token embeddings (Gemma: the square root of hidden_size).
         norm_type: rmsnorm or layernorm.
         norm_position: pre, post, sandwich or output, see TransformerBlock.
@@ -285,7 +285,7 @@ class ModelConfig:
 
     @property
     def resolved_intermediate_size(self) -> int:
-        """The inner size F of an MLP: `intermediate_size`, or the rule for None if it is None."""
+        """The inner size F of an MLP: `intermediate_size`, or the usual width if it is None."""
         width = self.hidden_size * 8 / 3 if self.use_glu else self.hidden_size * 4
         return self.intermediate_size or math.ceil(width / 32) * 32
 
@@ -297,7 +297,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of each head RoPE rotates, where it does."""
+        """How many numbers of each head RoPE rotates, where it acts."""
         return int(self.resolved_head_dim * self.partial_rotary_factor)
 
     def rotary_dim_of(self, layer_index: int) -> int:

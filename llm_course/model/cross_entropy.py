@@ -67,7 +67,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     floating = hidden.is_floating_point() and weight.is_floating_point()
     if not floating or (hidden.dtype != weight.dtype and not autocasts(hidden, weight)):
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected one floating-point "
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, expected the same floating-point "
             "type: convert one with .to(dtype)"
         )
     check_dtype("labels", labels, "integer")
@@ -81,7 +81,7 @@ def _check_options(softcap: float | None, z_loss_coef: float) -> None:
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
-    """ValueError names the first label outside the vocabulary, and its position.
+    """Raise a ValueError that names the first label outside the vocabulary and its position.
 
     Skipped where reading the labels would mean waiting for the device, and when compiled.
     """
@@ -110,7 +110,7 @@ def _prepared(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """The types are settled; "meta" has no autocast to switch off."""
+    """Switch autocast off, as the types are settled; "meta" has none to switch off."""
     if torch.amp.is_autocast_available(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
@@ -133,7 +133,7 @@ def linear_cross_entropy(
 
     Only the logits of `chunk_size` positions exist at a time. The gradients are computed in the
     forward pass, if gradients are enabled, so there is no second derivative, and `torch.func`
-    doesn't work. Under autocast the products are in its type, unless the inputs are float64. The
+    doesn't work. Under autocast the products have its type, unless the inputs are float64. The
     gradient of the *sum* must fit into the type of `weight`: in float16 the sum over many tokens
     overflows, and scaling the loss doesn't help; use bfloat16.
 

@@ -48,7 +48,7 @@ def with_both_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     head = state_dict.get(HEAD, table)
     if table is not head and not table.is_meta and not torch.equal(table, head):
         raise ValueError(
-            f"{HEAD} is not {TABLE}, but tie_word_embeddings=True: load into a model with False"
+            f"{HEAD} is not {TABLE}, but tie_word_embeddings=True: load into an untied model"
         )
     return {HEAD: table} | dict(state_dict)
 
@@ -128,7 +128,7 @@ def build_rotary(config: ModelConfig) -> RotaryEmbedding | None:
 
 
 def build_sliding_rotary(config: ModelConfig) -> RotaryEmbedding | None:
-    """The rotary angles of the layers with a window, None where they are those of all layers."""
+    """The rotary angles of the layers with a window, None if they are the same as in all layers."""
     if config.position_type != "rope" or config.sliding_rope_theta is None:
         return None
     return RotaryEmbedding(config.rotary_dim, rope_theta=config.sliding_rope_theta)
@@ -139,7 +139,7 @@ class BlockContext(NamedTuple):
 
     mask: Tensor | None
     angles: tuple[Tensor, Tensor] | None
-    # those of the layers with a sliding window, if they differ
+    # the angles for layers with a sliding window, if they differ
     sliding_angles: tuple[Tensor, Tensor] | None
 
 
@@ -246,20 +246,20 @@ def check_inputs(
             f" max_position_embeddings={max_length}"
         )
     B, T = shape
-    held = 0 if cache is None else getattr(cache, "length", None)  # None: it doesn't tell
+    held = 0 if cache is None else getattr(cache, "length", None)  # None: the cache doesn't say
     _check_ids("position_ids", position_ids, shape, (1, T), (T,))
     _check_ids("labels", labels, shape)
     _check_ids("document_ids", document_ids, shape)
     _check_ids("attention_mask", attention_mask, *([] if held is None else [(B, held + T)]))
     if cache is not None and (position_ids is None or document_ids is not None):
         raise ValueError(
-            "with a cache, position_ids must be given, which continue after the cached tokens, and"
+            "with a cache, position_ids that continue after the cached tokens must be given, and"
             " document_ids must not be given"
         )
     if logits_to_keep is not None:
         check_sizes(logits_to_keep=logits_to_keep)
         if labels is not None:
-            raise ValueError("logits_to_keep must not be given with labels, which return no logits")
+            raise ValueError("logits_to_keep must not be given with labels: no logits are returned")
 
 # %% ../../nbs/09c_decoder.ipynb #f8f16ff8
 def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -272,7 +272,7 @@ def router_totals(stats: list[RouterStats], x: Tensor) -> tuple[Tensor, Tensor |
 
 
 def scaled_stream(h: Tensor, config: ModelConfig) -> Tensor:
-    """The input of the head over `logits_scaling`, which is cheaper than dividing the logits."""
+    """The head's input divided by `logits_scaling`, which is cheaper than dividing the logits."""
     return h if config.logits_scaling == 1.0 else h / config.logits_scaling
 
 
@@ -286,7 +286,7 @@ def head_logits(head: nn.Module, h: Tensor, config: ModelConfig) -> Tensor:
 def head_loss(
     head: nn.Module, h: Tensor, labels: Tensor, config: ModelConfig, *, z_loss_coef: float
 ) -> Tensor:
-    """The cross-entropy of these logits, summed over the targets, with its z-loss: a scalar.
+    """The cross-entropy of the head's logits, summed over the targets, with its z-loss: a scalar.
 
     If `head` is not a plain linear layer, it is called, with all its logits in memory at once.
     """

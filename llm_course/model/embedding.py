@@ -90,7 +90,7 @@ def _check_settings(
 
 
 def _positions_of(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """`position_ids`, or 0..T-1 for None; ValueError where they don't fit `input_ids` (B, T)."""
+    """`position_ids`, or 0..T-1 for None; ValueError if they don't fit `input_ids` (B, T)."""
     B, T = input_ids.shape
     if position_ids is None:
         return torch.arange(T, device=input_ids.device)

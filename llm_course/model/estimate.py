@@ -106,7 +106,7 @@ def _sparse_layers(config: ModelConfig) -> int:
 
 
 def _dense_parameters(config: ModelConfig, F: int) -> int:
-    """The numbers of a plain MLP with F neurons."""
+    """The number of parameters in a plain MLP with F neurons."""
     C = config.hidden_size
     matrices = 3 if config.use_glu else 2
     return matrices * C * F + config.mlp_bias * ((matrices - 1) * F + C)
@@ -136,7 +136,7 @@ class Flops(NamedTuple):
 
     @property
     def training(self) -> float:
-        """Forward and backward, which costs twice as much; without any recomputation."""
+        """Forward, and backward at twice its cost, without any recomputation."""
         return 3 * sum(self)
 
 # %% ../../nbs/09e_estimate.ipynb #06860002
@@ -339,8 +339,8 @@ def training_memory(
 
     A micro-batch has `batch_size` rows of `sequence_length` tokens. `mixed_precision` is autocast
     to bfloat16, with weights, gradients and moments in float32. Set `on_bf16_cpu` for a CPU that
-    multiplies bfloat16 itself, where attention over at most 512 tokens keeps its weights (chapter
-    5). `activation_checkpointing` keeps the input of each block, and everything of one block.
+    multiplies bfloat16 natively, where attention over at most 512 tokens keeps its weights (chapter
+    5). `activation_checkpointing` keeps the input of each block, and all of one block.
     Activations agree with what autograd keeps on a CPU to within 5 % (without dropout); compiled
     models keep less, and on other devices norms and SwiGLU keep more. Fragmentation in the
     allocator, the workspace of kernels and the replicas of distributed training are not counted.

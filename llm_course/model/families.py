@@ -815,7 +815,7 @@ def _settings(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _read_value(value: Any, key: Key, hf: Mapping[str, Any]) -> Any:
-    """Convert the value of a key to that of our setting; ValueError where that can't be done."""
+    """Convert the value of a key to that of our setting; ValueError if that can't be done."""
     try:
         return VALUES[key.change].read(value, hf)
     # such as a list where a number belongs, 0**-0.5, or an integer too long for a float

@@ -33,12 +33,12 @@ def _whole(name: str, ids: Iterable[int]) -> list[int]:
         return [operator.index(token_id) for token_id in ids]
     except TypeError:
         raise ValueError(
-            f"{name} is {ids!r}, expected several whole numbers: [50256], for example"
+            f"{name} is {ids!r}, expected a list of whole numbers, such as [50256]"
         ) from None
 
 
 def _checked_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The prompts as lists of ints. ValueError if there is none, or an empty one."""
+    """The prompts as lists of ints. ValueError if there are none, or if one is empty."""
     check_lists(rows=rows)
     prompts = [_whole("a prompt", row) for row in rows]
     if not prompts or not all(prompts):
@@ -50,10 +50,10 @@ def _checked_rows(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 # %% ../../nbs/10c_generation.ipynb #2d68e10f
 def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Pad prompts of unequal lengths to one batch: `input_ids` and `attention_mask`, int64 (B, T).
+    """Pad prompts of unequal length into a batch: `input_ids` and `attention_mask`, int64 (B, T).
 
-    The mask has 1 for a token and 0 for padding. ValueError if there is no prompt, an empty one, or
-    one that doesn't consist of whole numbers.
+    The mask has 1 for a token and 0 for padding. ValueError if there is no prompt, or if one is
+    empty or doesn't consist of whole numbers.
     """
     prompts = _checked_rows(rows)
     [pad] = _whole("[pad_token_id]", [pad_token_id])
@@ -107,7 +107,7 @@ def _check_tokens(
             )
     if stops and B > 1 and pad_token_id is None:
         raise ValueError(
-            f"pad_token_id=None: {B} rows may stop at different lengths, name the token that fills"
+            f"pad_token_id=None: {B} rows may stop at different lengths: name the token that fills"
             " up the shorter ones"
         )
     return stops
@@ -142,8 +142,8 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 def _next_logits(model: DecoderModel) -> Callable[[Tensor, Tensor, Tensor, KVCache], Tensor]:
     """The function that calls `model` and returns the logits (B, V) of the next tokens.
 
-    The model is in evaluation mode for one call only: between two tokens others may use it. It gets
-    no mask if no prompt is padded, because it is faster without one.
+    The model is in evaluation mode only during a call: between two tokens, other code may use it.
+    It gets no mask if no prompt is padded, because it is faster without one.
     """
     modules = [*model.modules()]  # listed once, because walking the model takes time
     original = getattr(model, "_orig_mod", model)
@@ -230,7 +230,7 @@ def _write_tokens(
         # hand it out
         yield token
 
-        # who has finished?
+        # which rows have finished?
         if stops:
             finished = finished | torch.isin(token, torch.tensor(stops, device=ids.device))
             if finished.all():
@@ -321,7 +321,7 @@ def generate(
     generator: torch.Generator | None = None,
     **filters: Unpack[Filters],
 ) -> Tensor:
-    """Continue each row of `input_ids` (B, T), greedily by default; returns both together.
+    """Continue each row of `input_ids` (B, T), greedily by default; the result includes the row.
 
     The result is int64 (B * num_return_sequences, T + new); the continuations of one prompt are in
     consecutive rows. `max_new_tokens` are generated, or fewer once every row has reached one of
@@ -384,7 +384,7 @@ def until_stop(pieces: Iterable[str], stop_strings: Iterable[str]) -> Iterator[s
 
     Text that may be the beginning of a stop string is held back. The first stop string is the one
     that is completed first, so it doesn't matter how the text is cut into pieces. ValueError unless
-    `stop_strings` is a list of strings that are not empty.
+    `stop_strings` is a list of non-empty strings.
     """
     check_lists(stop_strings=stop_strings)
     stop_strings = list(stop_strings)

@@ -464,7 +464,7 @@ _UNUSED = 5  # a row of the table that no text needs
 
 
 def _token_lists(file: GGUFFile) -> tuple[list[str], list[int], list[Any]]:
-    """Tokens, their kinds, and the merges; ValueError where the file holds no byte-level BPE."""
+    """Tokens, their kinds, and the merges; ValueError if the file holds no byte-level BPE."""
     about = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in file.metadata.items()
@@ -484,7 +484,7 @@ def _token_lists(file: GGUFFile) -> tuple[list[str], list[int], list[Any]]:
 
 
 def gguf_tokenizer(path: str | Path) -> BPETokenizer:
-    """The tokenizer of a GGUF file; ValueError where that is no byte-level BPE that we know."""
+    """The tokenizer of a GGUF file; ValueError if that is no byte-level BPE that we know."""
     file = read_gguf(path)
     try:
         tokens, kinds, merges = _token_lists(file)
@@ -659,7 +659,7 @@ def save_gguf(
 ) -> Path:
     """Write a GGUF file that llama.cpp runs, all or nothing, and return its path.
 
-    `dtype` is a key of `ENCODINGS`; tensors of one dimension stay F32. Raises ValueError where no
+    `dtype` is a key of `ENCODINGS`; tensors of one dimension stay F32. Raises ValueError if no
     architecture or type can hold the model, or the tokenizer does not fit.
     """
     path = Path(path)

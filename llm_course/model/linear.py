@@ -24,7 +24,7 @@ def autocasts(*tensors: Tensor) -> bool:
 
 
 def check_same_dtype(x: Tensor, weight: Tensor) -> None:
-    """ValueError if `x` and a plain `weight` can't be multiplied because their dtypes differ."""
+    """Raise ValueError if the dtypes of `x` and a plain `weight` can't be multiplied."""
     if type(weight) is not nn.Parameter or getattr(x, "dtype", None) == weight.dtype:
         return  # a quantised weight has a class of its own, which checks its input
     check_dtype("x", x, "floating")
@@ -35,11 +35,11 @@ def check_same_dtype(x: Tensor, weight: Tensor) -> None:
 
 # %% ../../nbs/04a_linear.ipynb #338eae60
 class Linear(nn.Linear):
-    """`nn.Linear`, and faster for a few rows on a CPU while no gradient is computed.
+    """`nn.Linear`, but faster for a few rows on a CPU while no gradient is computed.
 
     `forward(x)` maps (..., in_features) to (..., out_features). It equals `nn.Linear` up to
-    rounding, and takes the same arguments. ValueError if the dtypes of x and the weights differ,
-    unless autocast converts them.
+    rounding, and takes the same arguments. Raises ValueError if the dtypes of x and the weights
+    differ, unless autocast converts them.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Router(nn.Module):
         if top_k > num_experts:
             raise ValueError(
                 f"top_k={top_k} must be at most num_experts={num_experts}: "
-                "a token uses no expert twice"
+                "a token can't use the same expert twice"
             )
         self.top_k = top_k
         self.norm_topk_prob = norm_topk_prob
@@ -276,7 +276,7 @@ def mix_experts(experts: Experts, x: Tensor, routing: Routing, counts: Tensor) -
 class RouterStats(NamedTuple):
     """What a `MoE` layer returns besides its output."""
 
-    aux_loss: Tensor  # scalar, float32 at least: weighted losses, added to the mean loss per token
+    aux_loss: Tensor  # scalar, float32 at least: weighted losses to add to the mean token loss
     tokens_per_expert: Tensor  # (E,), int64: the load of each expert; sums to N * top_k
 
 

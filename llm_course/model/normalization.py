@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
     `forward(x)` takes (..., C), C = hidden_size, in float16, bfloat16, float32 or float64, and
     returns the same shape and type. The arithmetic is in float32 at least, where the squares of
     numbers above 2e19 overflow. Raises ValueError for a hidden_size below 1, an eps that is not
-    positive and finite in float32, an x with another last dimension, or an x of integers.
+    positive and finite in float32, an x with another last dimension, or an integer x.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4; epsilon as
     in Llama.
@@ -64,7 +64,7 @@ class LayerNorm(nn.Module):
     in float16, bfloat16, float32 or float64, and returns the same shape and type. The arithmetic is
     in float32 at least, where the squares of numbers above 2e19 overflow. Raises ValueError for a
     hidden_size below 1, an eps that is not positive and finite in float32, an x with another last
-    dimension, or an x of integers.
+    dimension, or an integer x.
 
     Source: Ba, Kiros and Hinton 2016, "Layer Normalization", equations 3 and 4; epsilon as in
     PyTorch.

@@ -49,7 +49,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} does not hold a JSON object: {error}") from None
-    except OSError as error:  # a folder, or no right to read
+    except OSError as error:  # a folder, or no permission to read
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold a JSON object: it is a {type(content).__name__}")
@@ -106,7 +106,7 @@ def _open_tensors(folder: Path, prefix: str, stack: ExitStack) -> dict[str, tupl
             raise FileNotFoundError(
                 f"{path} is missing, but the index names it: was the download complete?"
             ) from None
-        except (SafetensorError, OSError) as error:  # OSError: a folder, or no right to read
+        except (SafetensorError, OSError) as error:  # OSError: a folder, or unreadable
             raise ValueError(f"{path} is damaged ({error}): was the download complete?") from None
         for name in file.keys():
             if tensors.setdefault(name.removeprefix(prefix), (file, name)) != (file, name):
@@ -169,10 +169,10 @@ def _check_tensors(
 
 # %% ../../nbs/11a_pretrained.ipynb #8d8e43f0
 def pretrained_folder(name: str | Path) -> Path:
-    """The folder of a model: `name` itself, or "org/name" of the Hugging Face hub, downloaded once.
+    """The folder of a model: `name` itself, or "org/name" on the Hugging Face hub, downloaded once.
 
     Raises FileNotFoundError for a name that is neither, ImportError without the extra `hub`, and
-    ValueError where `name` is neither a path nor a text, or the download fails.
+    ValueError if `name` is neither a path nor a string, or the download fails.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise ValueError(f"{name!r} names no model: give a folder, or 'org/name' of the hub")
@@ -265,13 +265,13 @@ def _read_state(
 def load_pretrained(
     folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> DecoderModel:
-    """Load a model from a Hugging Face folder, or from "org/name" of the Hugging Face hub.
+    """Load a model from a Hugging Face folder, or from "org/name" on the Hugging Face hub.
 
-    Reads config.json, and model.safetensors or its shards. The weights are in memory once, in
+    Reads config.json, and model.safetensors or its shards. The weights are held in memory once, in
     `dtype` (default: the type of the files) on `device` ("auto" is the accelerator if there is
     one); the model is in evaluation mode. Nothing is unpickled.
 
-    Raises ValueError or FileNotFoundError that names each setting or tensor that is missing,
+    Raises a ValueError or FileNotFoundError that names each setting or tensor that is missing, is
     unknown or does not fit.
     """
     if dtype not in (None, *_DTYPES):
@@ -346,7 +346,7 @@ def _write_tensors(shards: list[dict[str, Tensor]], folder: Path) -> None:
 def _write_tokenizer(
     tokenizer: BPETokenizer | ByteBPETokenizer, folder: Path, chat_template: str | None
 ) -> None:
-    """Write tokenizer.json, and beside it which special token has which role."""
+    """Write tokenizer.json, and a file beside it with the role of each special token."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     roles = {
         f"{role}_token": names.get(getattr(tokenizer, f"{role}_token_id"))
@@ -442,10 +442,10 @@ def save_pretrained(
 
     Without a `model_type` the family is the first that can express the model. A shard has at most
     `max_shard_size` bytes. All tensors are written in the dtype of the embedding table. With a
-    `tokenizer`, its files and special tokens are written too, and a Jinja `chat_template` tells
+    `tokenizer`, its files and special tokens are written too, and a Jinja `chat_template` says
     how a conversation is laid out.
 
-    Raises ValueError where no family can express the model, a number is not finite or the tokenizer
+    Raises ValueError if no family can express the model, a number is not finite or the tokenizer
     does not fit, and FileExistsError where the folder is not empty.
     """
     check_sizes(max_shard_size=max_shard_size)
@@ -456,7 +456,8 @@ def save_pretrained(
         _check_tokenizer(tokenizer, settings["vocab_size"])
     if chat_template is not None and (tokenizer is None or not isinstance(chat_template, str)):
         raise ValueError(
-            f"chat_template={chat_template!r} must be a text, and goes with a tokenizer: give both"
+            f"chat_template={chat_template!r} must be a string, and goes with a tokenizer:"
+            " give both"
         )
 
     for role in ("bos", "eos", "pad"):

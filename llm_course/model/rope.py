@@ -20,22 +20,22 @@ def rotary_frequencies(
 ) -> Tensor:
     """The rotation speed of each pair of dimensions, in radians per position: float32 (D/2,).
 
-    They fall from 1 to about 1 / `rope_theta`, and are divided by `factor`, one number or one for
-    each pair, (D/2,). Raises ValueError for a `head_dim` that isn't positive and even, and a
-    `rope_theta` outside (1, 1e38). Source: Su et al. 2021, section 3.2.2.
+    They fall from 1 to about 1 / `rope_theta`, and are divided by `factor`, which is one number or
+    one for each pair, (D/2,). Raises ValueError for a `head_dim` that isn't positive and even, and
+    for a `rope_theta` outside (1, 1e38). Source: Su et al. 2021, section 3.2.2.
     """
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even: RoPE rotates pairs of numbers")
     usual = "usual values are 10000 to 1000000"
-    check_numbers("(1, 1e38)", hint=usual, rope_theta=rope_theta)  # float32 ends there
+    check_numbers("(1, 1e38)", hint=usual, rope_theta=rope_theta)  # float32 ends at 3.4e38
     exponents = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
-    # in this order, so that it is rounded as in Hugging Face's models
+    # multiplied in this order so that the rounding matches Hugging Face's models
     return 1.0 / (factor * rope_theta**exponents)
 
 # %% ../../nbs/03b_rope.ipynb #97306d88
 def rotate_half(x: Tensor) -> Tensor:
-    """Map the halves (a, b) of the last dimension to (-b, a); the shape (..., D) stays.
+    """Map the halves (a, b) of the last dimension to (-b, a), keeping the shape (..., D).
 
     Raises ValueError for an odd D.
     """
@@ -52,8 +52,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by the angles of their positions. Values are not rotated.
 
     `x` is (B, H, T, D); `cos` and `sin` are (1 or B, T, D), as `RotaryEmbedding` returns them.
-    Keeps the shape and the dtype of `x`. Raises ValueError for other shapes, an odd D, or an `x`
-    of whole numbers. Source: Su et al. 2021, equation 34, with the pairs (i, i + D/2) of Hugging
+    Keeps the shape and the dtype of `x`. Raises ValueError for other shapes, an odd D, or an
+    integer `x`. Source: Su et al. 2021, equation 34, with the pairs (i, i + D/2) of Hugging
     Face's Llama.
     """
     B, _, T, D = x.shape if x.ndim == 4 else (-1,) * 4
@@ -61,8 +61,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if not (fits and x.is_floating_point()):
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)};"
-            " expected floating-point (B, H, T, D) and (1 or B, T, D): give"
-            " RotaryEmbedding(head_dim) the positions of these T tokens only"
+            " expected floating-point (B, H, T, D) and (1 or B, T, D): call"
+            " RotaryEmbedding(head_dim) with the positions of these T tokens only"
         )
     # (1 or B, 1, T, D): the same for all heads
     cos = cos.unsqueeze(1).to(x.dtype)
@@ -72,7 +72,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # %% ../../nbs/03b_rope.ipynb #aaedc690
 @runtime_checkable
 class FrequencyScaling(Protocol):
-    """What slows RoPE down for longer texts, such as a `RopeScaling`."""
+    """An object that slows RoPE down for longer texts, such as a `RopeScaling`."""
 
     @property
     def follows_length(self) -> bool:
@@ -89,7 +89,7 @@ class FrequencyScaling(Protocol):
 
 
 def check_position_ids(position_ids: Tensor) -> None:
-    """ValueError where positions aren't integers of shape (T,) or (B, T)."""
+    """Raise ValueError unless the positions are integers of shape (T,) or (B, T)."""
     check_dtype("position_ids", position_ids, "integer")
     if position_ids.ndim not in (1, 2):
         raise ValueError(
@@ -120,9 +120,9 @@ class RotaryEmbedding(nn.Module):
     `forward(position_ids)` takes integers of shape (T,) or (B, T), negative ones too, and returns
     `(cos, sin)`, each float32 (1 or B, T, D), for `apply_rotary`. Nothing is learned or saved with
     the weights, and the speeds stay float32 whatever dtype the model is converted to. `scaling`, a
-    `RopeScaling`, slows the rotation down for texts longer than those it was trained on. Raises
-    ValueError as `rotary_frequencies` does, for another kind of `scaling`, and for position ids
-    that aren't integers of such a shape. Source: Su et al. 2021, section 3.2.
+    `RopeScaling`, slows the rotation down for texts longer than those in training. Raises
+    ValueError where `rotary_frequencies` does, for a `scaling` of another kind, and for position
+    ids that aren't integers of one of these shapes. Source: Su et al. 2021, section 3.2.
     """
 
     frequencies: Tensor
@@ -148,7 +148,7 @@ class RotaryEmbedding(nn.Module):
         return self.scaling.frequencies(self.head_dim, rope_theta=self.rope_theta, length=length)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # .to(), .bfloat16(), .to_empty(): may round the frequencies, or leave them empty
+        # .to(), .bfloat16() and .to_empty() may round the frequencies or leave them empty
         super()._apply(fn, recurse)
         self.frequencies = self._frequencies().to(self.frequencies.device)
         return self

@@ -52,7 +52,7 @@ def _check_own_fields(scaling: "RopeScaling") -> None:
 
 
 def _check_factors(scaling: "RopeScaling") -> None:
-    """ValueError where the two lists of longrope are missing, of two lengths or not positive."""
+    """ValueError if the two lists of longrope are missing, of two lengths or not positive."""
     for name in ("short_factor", "long_factor"):
         factors = plain(getattr(scaling, name))
         if not isinstance(factors, list) or not factors:
@@ -130,7 +130,7 @@ def longrope_frequencies(
 ) -> Tensor:
     """The speeds (D/2,), divided by the factors for short or for long texts; None is short.
 
-    Raises ValueError where there aren't as many factors as pairs.
+    Raises ValueError if there aren't as many factors as pairs.
     """
     if len(scaling.short_factor or ()) != head_dim // 2:
         raise ValueError(

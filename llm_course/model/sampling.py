@@ -57,7 +57,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 # %% ../../nbs/10b_sampling.ipynb #87ab851e
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Nucleus sampling: in each row (B, V), keep the smallest set of tokens with probability `p`.
+    """Nucleus sampling: in each row (B, V), keep the fewest tokens with a total probability of `p`.
 
     ValueError for a `p` outside (0, 1]. Source: Holtzman et al. 2020.
     """
@@ -69,7 +69,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     # the total probability of all better tokens
     before = ordered.softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
     dropped = before >= p  # in order of probability
-    dropped[..., 0] = False  # `roll` put the total of all here, but the best token always stays
+    dropped[..., 0] = False  # `roll` put the sum of all tokens here, but the best always stays
     return logits.masked_fill(torch.empty_like(dropped).scatter_(-1, index, dropped), -math.inf)
 
 # %% ../../nbs/10b_sampling.ipynb #8766111d
@@ -138,7 +138,7 @@ def _penalized(
 
 
 def _bounded(temperature: float) -> float:
-    """The temperature, or the nearest bound beyond which float32 would compute 0 / 0."""
+    """The temperature, kept within the bounds beyond which float32 would compute 0 / 0."""
     return min(max(temperature, 1e-30), 1e30)
 
 

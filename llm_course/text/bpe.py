@@ -55,7 +55,8 @@ def check_texts(texts: Any) -> None:
     """Raise ValueError for a single string, which Python would treat as a list of characters."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(
-            f"texts must be a list or iterator of strings, not one {type(texts).__name__}: [text]"
+            "texts must be a list or iterator of strings, not a single"
+            f" {type(texts).__name__}: wrap it as [text]"
         )
 
 # %% ../../nbs/01a_bpe.ipynb #fd178807
@@ -63,7 +64,7 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
     """Split each text into words by GPT-2's pattern and count them, as bytes.
 
     Only one text is in memory at a time. A lone surrogate U+DC80 to U+DCFF stands for an invalid
-    byte, as in Python's `surrogateescape`; any other lone surrogate is a UnicodeEncodeError.
+    byte, as in Python's `surrogateescape`; any other lone surrogate raises UnicodeEncodeError.
     ValueError for a single text instead of several. Source: Radford et al. 2019, section 2.2, and
     the pattern in the code published with it.
     """
@@ -85,8 +86,8 @@ def bytes_of_symbols(merges: Iterable[tuple[int, int]]) -> list[bytes]:
     for number, (a, b) in enumerate(merges):
         if not 0 <= min(a, b) <= max(a, b) < len(tokens):
             raise ValueError(
-                f"merge {number} joins the symbols {a} and {b}, and there are only 0 to"
-                f" {len(tokens) - 1} before it"
+                f"merge {number} joins the symbols {a} and {b}, but only symbols 0 to"
+                f" {len(tokens) - 1} exist before it"
             )
         tokens.append(tokens[a] + tokens[b])
     return tokens

@@ -41,7 +41,7 @@ def options(deck: Deck) -> dict[str, tuple[Any, int]]:
     """Return what each text in the deck stands for, and how many of the `DRAWS` draws take it.
 
     Draw `d` takes card `d * len(deck) >> 16`. A text that lies in the deck twice is twice as
-    likely. ValueError where one text begins another, so that a reader could not tell them apart.
+    likely. ValueError if one text begins another, so that a reader could not tell them apart.
     """
     size = len(deck)
     found: dict[str, tuple[Any, int]] = {}

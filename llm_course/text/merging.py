@@ -108,7 +108,7 @@ class PairIndex:
         return None
 
     def merge(self, pair: str) -> None:
-        """Make one symbol of `pair` in every word that contains it; ValueError where none does."""
+        """Make one symbol of `pair` in every word that contains it; ValueError if none does."""
         if pair not in self._places:
             raise ValueError(
                 f"no word contains the pair {pair!r}: merge what most_frequent returns"

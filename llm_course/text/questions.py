@@ -194,7 +194,7 @@ def _vocabulary(level: Level) -> dict[str, tuple[str, ...]]:
 def check_continuation(story: str, continuation: str, level: str | Level = "medium") -> Verdict:
     """Say whether what somebody wrote after the beginning of a story is possible in this world.
 
-    ValueError where the beginning itself is not.
+    ValueError if the beginning itself is not.
     """
     read_story(story, level)
     text = story + continuation

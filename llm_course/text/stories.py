@@ -99,7 +99,7 @@ def is_held_out(text: str, val_fraction: float) -> bool:
 def split_stories(documents: Sequence[str], *, val_fraction: float) -> tuple[list[str], list[str]]:
     """Split stories into training and validation, so that no text is in both, here or elsewhere.
 
-    ValueError where one side is empty.
+    ValueError if one side is empty.
     """
     check_numbers("(0, 1)", val_fraction=val_fraction)
     sides: tuple[list[str], list[str]] = ([], [])

@@ -512,7 +512,7 @@ class BPETokenizer(BaseTokenizer):
 
     def _pieces(self, text: str) -> list[str]:
         if self._tokenizer.normalizer is not None:
-            # what a normalizer changes may depend on what follows: a stream is held back to its end
+            # a normalizer's changes may depend on what follows, so a stream is held back to its end
             return [text]
         cuts = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         return [text[start:end] for _, (start, end) in cuts]
@@ -559,7 +559,7 @@ class SimpleCharacterTokenizer(BaseTokenizer):
         names = ["<PAD>", "<UNK>", *special_tokens]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(
-                f"special token {twice[0]!r} is there twice: <PAD> and <UNK> always are"
+                f"special token {twice[0]!r} appears twice: <PAD> and <UNK> are added anyway"
             )
         self._entries = [*names, *sorted(set("".join(characters)))]
         self._ids = {entry: i for i, entry in enumerate(self._entries) if i >= len(names)}
@@ -597,7 +597,7 @@ class SimpleCharacterTokenizer(BaseTokenizer):
             raise ValueError("it was saved by a tokenizer of another class")
         further = state.get("special_tokens", [])
         if not isinstance(further, list) or not all(isinstance(name, str) for name in further):
-            raise ValueError(f"special_tokens={further!r} must be a list of texts")
+            raise ValueError(f"special_tokens={further!r} must be a list of strings")
         return cls.from_text(state["characters"], special_tokens=further)
 
 # %% ../../nbs/01b_tokenization.ipynb #c2ldtok1

@@ -76,7 +76,7 @@ class _Patience(Callback):
         self.metric = metric
         self.mode = mode
         self.min_delta = min_delta
-        self.best = math.inf  # with mode max, of the negated metric
+        self.best = math.inf  # in mode max, the best of the negated metric
         self.waited = 0
 
     def on_validation_end(self, engine: TrainingEngine, metrics: dict[str, float]) -> None:

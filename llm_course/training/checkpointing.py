@@ -50,7 +50,7 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
     Returns the tree with `{"__tensor__": path}` in place of each tensor, and the tensors by path.
     Integer keys become `"__int__5"`, and a tuple becomes `{"__tuple__": [...]}`. TypeError names a
-    leaf or a key that a checkpoint cannot hold, and two tensors that would have the same path.
+    leaf or a key that a checkpoint cannot hold, or two tensors that would have the same path.
     """
     if isinstance(tree, Tensor):
         _check_storable(tree, path)
@@ -96,7 +96,7 @@ def split_tensors(tree: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 # %% ../../nbs/18a_checkpointing.ipynb #7ccd2326
 def join_tensors(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Undo `split_tensors`. KeyError where a tensor of the tree is missing."""
+    """Undo `split_tensors`. KeyError if a tensor of the tree is missing."""
     if isinstance(tree, dict):
         if tree.keys() == {"__tensor__"}:
             return tensors[tree["__tensor__"]]
@@ -257,9 +257,9 @@ def _write(state: dict[str, Any], folder: Path, *, step: int) -> None:
 
 # %% ../../nbs/18a_checkpointing.ipynb #p18aput1
 def _put_in_place(temporary: Path, final: Path) -> None:
-    """Rename a folder to `final` in one step; a folder of that name is first moved aside."""
+    """Rename a folder to `final` in one step; an existing `final` is moved aside first."""
     if final.exists():
-        # 3: the former one stays until the new one is in place
+        # 3: the old one stays until the new one is in place
         (holder := final.parent / f".former_{secrets.token_hex(8)}").mkdir()
         final.rename(holder / final.name)
     temporary.rename(final)  # 1: all or nothing
@@ -312,7 +312,7 @@ def _by_score(paths: list[Path], metric: str | None, mode: str) -> list[Path]:
 def _signature(path: Path) -> tuple[Any, ...] | None:
     """What any write to a checkpoint's files would change: their sizes, times and inodes.
 
-    None for files so new that a second write could leave the same time.
+    None for files so new that a second write could leave the same timestamp.
     """
     with suppress(OSError):
         stats = [(path / name).stat() for name in sorted(_FILES)]
@@ -330,7 +330,7 @@ class CheckpointFolder:
 
     `step_00000200/` is whole if its files match its `manifest.json`, which is written last; nothing
     is ever unpickled. The best is the one with the smallest (`best_mode="min"`) or largest ("max")
-    `best_metric`, where NaN never wins. ValueError for any other mode.
+    `best_metric`; NaN never wins. ValueError for any other mode.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class CheckpointFolder:
         self._checked: dict[Path, tuple[Any, bool]] = {}
 
     def check_metrics(self, metrics: dict[str, Any]) -> None:
-        """ValueError where there are validation results, but `best_metric` isn't one of them."""
+        """ValueError if there are validation results, but `best_metric` isn't one of them."""
         if metrics and self.best_metric not in (None, *metrics):
             raise ValueError(
                 f"best_metric={self.best_metric!r} is not a result of the validation, which gives"
@@ -386,7 +386,7 @@ class CheckpointFolder:
 
 # %% ../../nbs/18a_checkpointing.ipynb #d18man00
 def _with_free_space(error: Exception, final: Path) -> OSError:
-    """The error of a disk that refused `final`, with the space that is left."""
+    """The error for a disk that refused `final`, with the space that is left on it."""
     place = next(path for path in final.parents if path.exists())
     free = f"There are {shutil.disk_usage(place).free / 1e6:,.1f} MB free in {place}"
     return OSError(f"the checkpoint {final} could not be written: {error}. {free}")
@@ -407,8 +407,8 @@ class CheckpointManager(CheckpointFolder):
         """Write `state` as the checkpoint of `step`, then remove those that need not stay.
 
         Returns the folder. `state["model"]` has the tensors by name, and `state["metrics"]` decides
-        which checkpoint is best. TypeError where something cannot be stored; OSError, with path and
-        free space, where the disk refuses; either way the earlier checkpoints stay. ValueError
+        which checkpoint is best. TypeError if something cannot be stored; OSError, with path and
+        free space, if the disk refuses; either way the earlier checkpoints stay. ValueError
         as in `check_metrics`, after writing and before any removal.
         """
         (step,) = check_sizes(0, step=step)
@@ -462,10 +462,10 @@ class CheckpointManager(CheckpointFolder):
 def _save_together(
     engine: TrainingEngine, manager: CheckpointManager
 ) -> tuple[dict[str, Any], ValueError | None]:
-    """Collect the state, in which all processes take part, and let the main one write it.
+    """Collect the state, with all processes taking part, and let the main one write it.
 
     Returns the state, and the error of a metric that no validation measures; all processes raise
-    an OSError together where the disk refuses.
+    an OSError together if the disk refuses.
     """
     state = engine.state_dict()
     refused: OSError | ValueError | None = None

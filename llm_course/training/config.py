@@ -32,11 +32,14 @@ def _refuse_null_texts(section: str, part: Any) -> None:
         value = getattr(part, each.name)
         if value in NULLS and fits_type(None, each.type):
             path = f"{section}.{each.name}".lstrip(".")
-            raise ValueError(f"{path}={value!r} is nothing in YAML: use None, or another text")
+            raise ValueError(f"{path}={value!r} means null in YAML: use None, or another string")
 
 # %% ../../nbs/12a_config.ipynb #a4c3fded
 def _check_section(section: str, part: Any) -> None:
-    """Check the fields of `part`, and make them plain; ValueError names a wrong one by its path."""
+    """Check the fields of `part`, and convert them to plain types.
+
+    ValueError names a wrong one by its path.
+    """
     check_fields(part, section)
     _refuse_null_texts(section, part)
 
@@ -63,7 +66,7 @@ class SyntheticConfig:
 
 @dataclass(kw_only=True)
 class StoriesConfig:
-    """The stories of the corpus stories.
+    """Which stories the corpus named stories holds.
 
     Attributes:
         level: how long they are, and how many people and things there are to keep track of.
@@ -89,7 +92,7 @@ class DataConfig:
         files: paths or globs of your own text, UTF-8, .jsonl or .parquet; used instead of corpus.
         datasets: Hugging Face datasets, as name or name:config; used instead of corpus.
         text_field: the field that holds the text in .jsonl, .parquet and datasets.
-        stories: which stories the corpus stories holds.
+        stories: which stories the corpus named stories holds.
         clean: cleaning steps, in order.
         tokenizer: bpe trains one on the text, characters has an entry for each of its characters;
             the folder or file of a tokenizer reuses it.
@@ -223,10 +226,10 @@ class DistributedConfig:
         strategy: ddp keeps the whole model in each process, fsdp a share of it; tp divides each
             matrix and pp the stack of layers. A pair such as ddp+tp combines both.
         model_parallel_size: with tp or pp, how many processes share a model; null means all of
-            them. In a pair, groups of this size are trained data parallel.
+            them. In a pair, data parallelism runs across such groups.
         micro_batches: with pp, how many parts of a batch pass through the stages one after another.
         backend: auto takes nccl on CUDA, with gloo for tensors on the CPU, and gloo elsewhere.
-        cpu_offload: with fsdp, keep the parameters that are not in use in main memory.
+        cpu_offload: with fsdp, keep parameters in main memory while they are not in use.
         timeout: seconds that a process waits for the others before it gives up.
         master_addr: the address of this machine where its processes find each other.
         master_port: the port for it; null takes a free one.
@@ -409,7 +412,7 @@ Argument = str | bool | int | float | list[str | bool | int | float] | None
 class Config:
     """Everything that decides a run.
 
-    `config.yaml` in a run's folder holds all of it, and gives the same run again. Checked at
+    `config.yaml` in a run's folder holds all of it, and reproduces the run. Checked at
     construction: ValueError names the key by its path (`ModelConfig` leaves out `model.`) and the
     rule, and where two keys clash, the way out.
 
@@ -417,8 +420,8 @@ class Config:
         run_dir: the folder that the run writes to, where ~ means your home folder; it must not hold
             another run.
         task: what to learn: lm, regression, or package.module:Class for your own task.
-        init_from: begin with the weights and the tokenizer of a run's folder, or of a folder or
-            model id of Hugging Face; --model.from means the same.
+        init_from: begin with the weights and the tokenizer of a run's folder, or of a Hugging Face
+            folder or model id; --model.from means the same.
         callbacks: your own callbacks, each as package.module:Class, or as a mapping with that name
             under class and the arguments beside it.
         model: the shape of the model.

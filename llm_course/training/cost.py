@@ -187,7 +187,7 @@ def estimate_run(config: Config) -> RunEstimate:
     Reads the text and takes a few steps on random tokens; writes nothing. With several processes,
     `memory` is that of the process that holds most. Times are those of one process with the whole
     model: they leave out the exchange between processes, the competition for one machine, and what
-    tp and pp save. ValueError or OSError where the text cannot be read, and ValueError where the
+    tp and pp save. ValueError or OSError where the text cannot be read, and ValueError if the
     model or the processes do not divide.
     """
     training = config.training

@@ -243,7 +243,7 @@ class Evidence:
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagreadevidence
 def read_evidence(run_dir: str | Path) -> Evidence:
-    """Collect what a run's folder says. ValueError where it holds no run of a language model."""
+    """Collect what a run's folder says. ValueError if it holds no run of a language model."""
     saved = Path(run_dir, "config.yaml")
     if not saved.is_file():
         raise ValueError(f"{run_dir} holds no run: it has no config.yaml")

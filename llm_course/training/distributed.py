@@ -23,7 +23,7 @@ from .runtime import Runtime
 
 # %% ../../nbs/15a_distributed.ipynb #15aplace
 def _place_in_environment() -> tuple[int, int, int]:
-    """RANK, WORLD_SIZE and LOCAL_RANK; ValueError if one is missing or no whole number."""
+    """RANK, WORLD_SIZE and LOCAL_RANK; ValueError if one is missing or isn't a whole number."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -45,7 +45,7 @@ class Joined(Runtime):
 
     RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 are read from the environment, where
     `launch` or torchrun (also under Slurm) has set them. ValueError if one of the three is missing
-    or no number, and if `config` asks for another strategy.
+    or isn't a number, and if `config` asks for another strategy.
     """
 
     strategy = "ddp"  # what this class does, the last word of distributed.strategy
@@ -53,8 +53,8 @@ class Joined(Runtime):
     def __init__(self, config: DistributedConfig, *, device: str = "auto"):
         if config.strategy.split("+")[-1] != self.strategy:
             raise ValueError(
-                f"distributed.strategy={config.strategy} is not what a {type(self).__name__} does:"
-                " build_manager in llm_course.training.parallel makes the one that does it"
+                f"distributed.strategy={config.strategy} isn't what a {type(self).__name__} runs:"
+                " build_manager in llm_course.training.parallel makes the manager that does"
             )
         self.config = config
         self.device_name = device
@@ -91,7 +91,7 @@ class Joined(Runtime):
         return torch.device("cuda", self.local_rank) if device.type == "cuda" else device
 
     def barrier(self) -> None:
-        self.any(False)  # by CPU tensors: a barrier of NCCL would pick a device by itself
+        self.any(False)  # with CPU tensors: NCCL's own barrier would pick a device
 
     def gather(self, value: Any) -> list[Any]:
         values = [None] * self.world_size

@@ -52,7 +52,7 @@ class EngineParts:
         self.is_set_up = False
 
     def build_model(self) -> None:
-        """Build the model on its device, divided among the processes that share one."""
+        """Build the model on its device, divided among processes if they share one model."""
         self.precision = resolve_precision(self.config.training.precision, self.device)
         self.model = self.task.build_model(self.data).to(self.device)
         self.runtime.shard(self.model, bf16=self.precision == "bf16")
@@ -257,7 +257,7 @@ class StoppableEngine(ValidatingEngine):
         return epoch
 
     def windows(self, epoch: Epoch) -> Iterator[list[dict[str, Tensor]]]:
-        """The windows of an epoch, while `data_seconds` adds up the time spent waiting for them."""
+        """Yield the windows of an epoch, and add the time spent waiting to `data_seconds`."""
         for window, seconds in epoch:
             self.data_seconds += seconds
             yield window

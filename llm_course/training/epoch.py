@@ -52,7 +52,7 @@ def planned_steps(config: Config, *, num_items: int, world_size: int = 1) -> int
 def run_length(config: Config, data: BaseDataModule, *, world_size: int = 1) -> int:
     """The optimizer steps of a run over `data`, which has been set up.
 
-    ValueError where they depend on the number of rows, and the data module doesn't know it.
+    ValueError if they depend on the number of rows, and the data module doesn't know it.
     """
     rows = getattr(data, "train_dataset", None)
     if rows is None and config.training.max_steps is None:
@@ -64,7 +64,7 @@ class Epoch:
     """The windows of one pass over the training data, from where `state` is.
 
     Iterating yields each window of up to `accumulation` micro-batches together with the seconds
-    spent waiting for it. ValueError where no batch is left.
+    spent waiting for it. ValueError if no batch is left.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Epoch:
                 raise
 
     def check_end(self, state: TrainState, *, done: bool) -> None:
-        """ValueError where the loader ended too soon, or no row of the whole epoch had a target."""
+        """ValueError if the loader ended too soon, or no row of the whole epoch had a target."""
         if state.batch and not done:
             raise ValueError(
                 f"the loader of epoch {self.number} ended after {state.batch} of"
@@ -126,7 +126,7 @@ def prepare_data(
 ) -> None:
     """Prepare and set up the data of a new run, or of one that resumes from `state`.
 
-    ValueError where the data or the number of processes differs from those of `state`.
+    ValueError if the data or the number of processes differs from those of `state`.
     """
     allow_changes = config.checkpoint.allow_changes
     if state is not None and not allow_changes and state["world_size"] != runtime.data_world_size:

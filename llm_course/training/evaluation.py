@@ -43,7 +43,7 @@ def _group_sums(
     _, places = np.unique(np.asarray(owners), return_inverse=True)
     if num == 0 or places.max() == 0:
         raise ValueError(
-            f"{num} values in {min(num, 1)} group: an interval needs two groups at least"
+            f"{num} values in {min(num, 1)} group: an interval needs at least two groups"
         )
     return np.stack([np.bincount(places, weights=column) for column in columns], axis=1)
 
@@ -115,10 +115,10 @@ def compare(
 def questions_needed(
     difference: float, disagree: float, *, power: float = 0.8, confidence: float = 0.95
 ) -> int:
-    """The number of questions that reveal a `difference` in accuracy in a share `power` of trials.
+    """How many questions reveal a `difference` in accuracy in a share `power` of all trials.
 
     `disagree` is the share of questions on which exactly one of the two models is right. The
-    normal approximation of McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
+    normal approximation to McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
     ValueError for a difference of 0 or beyond `disagree`.
     """
     check_numbers("(0, 1]", disagree=disagree)
@@ -161,11 +161,11 @@ def reliability(
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The expected calibration error (ECE): the gap between accuracy and confidence, by answer.
+    """The expected calibration error (ECE): the mean gap of the bins, weighted by their counts.
 
     ValueError for bins without answers.
     """
     total = sum(one.count for one in bins)
     if not total:
-        raise ValueError("the bins hold no answer: there is nothing to be calibrated")
+        raise ValueError("the bins contain no answers: there is nothing to calibrate")
     return math.fsum(one.count * abs(one.accuracy - one.confidence) for one in bins) / total

@@ -38,7 +38,7 @@ def config_in(run_dir: Path) -> Config:
 
 # %% ../../nbs/19l_folder.ipynb #19l12
 def load_state(run_dir: str | Path, which: str = "latest") -> dict[str, Any]:
-    """The state in a run's `latest` or `best` checkpoint; ValueError where there is none."""
+    """The state in a run's `latest` or `best` checkpoint; ValueError if there is none."""
     check_choice(("latest", "best"), which=which)
     config = config_in(Path(run_dir))
     settings = config.checkpoint
@@ -62,7 +62,7 @@ def load_state(run_dir: str | Path, which: str = "latest") -> dict[str, Any]:
 def load_run(run_dir: str | Path, *, which: str = "latest") -> tuple[DecoderModel, BaseTokenizer]:
     """The model of a run's `latest` or `best` checkpoint, and its tokenizer.
 
-    The model is in evaluation mode, on the CPU. ValueError where there is no such checkpoint, and
+    The model is in evaluation mode, on the CPU. ValueError if there is no such checkpoint, and
     for a run that doesn't train on text.
     """
     state = load_state(run_dir, which)
@@ -144,7 +144,7 @@ def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
     """`config` with the shape and the tokenizer of the model that `init_from` names, and the model.
 
     Without `init_from`: `config` as it is, and None. A run that already has its `config.yaml` knows
-    shape and tokenizer, so the source may be gone, and the model is None. ValueError where `config`
+    shape and tokenizer, so the source may be gone, and the model is None. ValueError if `config`
     asks for another shape or tokenizer.
     """
     if config.init_from is None:
@@ -159,7 +159,7 @@ def begin_with(config: Config) -> tuple[Config, DecoderModel | None]:
 
 # %% ../../nbs/19l_folder.ipynb #19l21
 def _with_model_of(config: Config, shape: ModelConfig, tokenizer: str) -> Config:
-    """`config` with this shape and tokenizer; ValueError where it asks for others."""
+    """`config` with this shape and tokenizer; ValueError if it asks for others."""
     default = ModelConfig()
     changes = {}
     for name in (each.name for each in fields(ModelConfig)):

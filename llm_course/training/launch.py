@@ -71,7 +71,7 @@ def launch(
 
 # %% ../../nbs/15c_launch.ipynb #15aports
 def _spawn(arguments: tuple[Any, ...], world_size: int) -> Any:
-    """Start the processes; ValueError where one could not get the function or its arguments."""
+    """Start the processes; ValueError if one could not get the function or its arguments."""
     try:
         if not callable(arguments[0]):
             raise TypeError(f"function={arguments[0]!r} can't be called")
@@ -86,7 +86,7 @@ def _spawn(arguments: tuple[Any, ...], world_size: int) -> Any:
 
 
 def _free_port(address: str, port: int | None) -> int:
-    """`port`, or a free one for None; ValueError where it isn't available at this address."""
+    """`port`, or a free one for None; ValueError if it isn't available at this address."""
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -25,7 +25,7 @@ from .state import TrainState
 def running_average(losses: list[float], smoothing: float) -> list[float]:
     """An exponential moving average, corrected for its start at 0.
 
-    Each loss counts `smoothing` times as much as the one after it. ValueError where `smoothing` is
+    Each loss counts `smoothing` times as much as the one after it. ValueError if `smoothing` is
     not in [0, 1). Source: Kingma and Ba 2014, section 3.
     """
     check_numbers("[0, 1)", smoothing=smoothing)
@@ -51,7 +51,7 @@ class LearningRateCurve(NamedTuple):
     def suggest(self) -> float:
         """A tenth of the rate at which the smoothed loss is lowest.
 
-        ValueError where that is the first or the last rate, since the test hasn't seen both sides.
+        ValueError if that is the first or the last rate, since the test hasn't seen both sides.
         """
         if not self.smoothed:
             raise ValueError("the curve is empty: run find_learning_rate for some steps")

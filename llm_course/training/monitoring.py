@@ -50,7 +50,7 @@ def _norm(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def _size(output: Any) -> Tensor | None:
-    """The root mean square of a module's output, or of the first of several."""
+    """The root mean square of a module's output, or of the first one if it has several."""
     first = output[0] if isinstance(output, tuple) else output
     return first.detach().float().square().mean().sqrt() if isinstance(first, Tensor) else None
 
@@ -68,9 +68,9 @@ class LayerMonitor(Callback):
 
     For each layer, such as `layers.0` or `embedding`, `grad_norm/LAYER` is the norm of its gradient
     before clipping, `update_ratio/LAYER` how far its weights have moved, relative to their norm,
-    and `activation_rms/LAYER` the root mean square of its output. Place it before `MetricsLogger`.
-    The run isn't affected, but each monitored step holds a copy of the weights. Sharded models
-    aren't supported. ValueError for a `log_interval` below 1.
+    and `activation_rms/LAYER` the root mean square of its output. Place the monitor
+    before `MetricsLogger`. The run isn't affected, but each monitored step holds a copy of the
+    weights. Sharded models aren't supported. ValueError for a `log_interval` below 1.
     """
 
     def __init__(self, *, log_interval: int = 10):

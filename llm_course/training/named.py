@@ -43,7 +43,7 @@ AVAILABLE_TASKS: dict[str, type[TrainingTask]] = {
 def find_task(name: str) -> type[TrainingTask]:
     """The task class with this name in `AVAILABLE_TASKS`, or at `package.module:Class`.
 
-    The module may be a file in the current folder. ValueError where there is no such class, or
+    The module may be a file in the current folder. ValueError if there is no such class, or
     where it isn't a complete `TrainingTask`.
     """
     if name in AVAILABLE_TASKS:

@@ -98,7 +98,7 @@ def _faults(config: Config, world_size: int) -> Iterator[tuple[object, str, str]
 
 
 def check_division(config: Config, world_size: int) -> None:
-    """ValueError where the processes or the model do not divide as `distributed.strategy` asks."""
+    """ValueError if the processes or the model do not divide as `distributed.strategy` asks."""
     for wrong, what, way_out in _faults(config, world_size):
         if wrong:
             raise ValueError(f"{what}: {way_out}")

@@ -20,7 +20,7 @@ from .task import StepOutput, TrainingTask
 
 # %% ../../nbs/14c_precision.ipynb #ebc82267
 def check_step_output(output: Any, source: str, *, needs_gradient: bool) -> None:
-    """ValueError where `output`, which the method `source` returned, isn't a valid `StepOutput`."""
+    """ValueError if `output`, which the method `source` returned, isn't a valid `StepOutput`."""
     if fault := _step_output_fault(output, needs_gradient=needs_gradient):
         raise ValueError(f"{source} must return StepOutput(loss_sum, num_targets): {fault}")
 
@@ -101,7 +101,7 @@ class ForwardPass:
         return cast(nn.Module, torch.compile(model)) if self.compiled else model
 
     def __call__(self, step: str, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        """What the task's method `step` returns; ValueError where that isn't a `StepOutput`."""
+        """What the task's method `step` returns; ValueError if that isn't a `StepOutput`."""
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         compiling: AbstractContextManager = nullcontext()
         if self.compiled:

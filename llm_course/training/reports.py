@@ -266,7 +266,7 @@ def _for_tensorboard(config: Config) -> dict[str, Any]:
 class WandbLogger(Callback):
     """Send each row to Weights & Biases; place it after `MetricsLogger`.
 
-    ValueError where wandb is not installed.
+    ValueError if wandb is not installed.
     """
 
     def __init__(self, folder: str | Path, *, project: str):

@@ -64,7 +64,7 @@ def _checkpoint_to_resume(
 ) -> dict[str, Any] | None:
     """The state to resume from, or None for a new run.
 
-    ValueError where the folder does not allow what was asked.
+    ValueError if the folder does not allow what was asked for.
     """
     run_dir = Path(config.run_dir)
     _check_same_run(config, run_dir)
@@ -90,7 +90,7 @@ def _checkpoint_to_resume(
 
 # %% ../../nbs/19a_training.ipynb #d0df5eb5
 def _check_same_run(config: Config, run_dir: Path) -> None:
-    """ValueError where the folder holds a run of another task or model.
+    """ValueError if the folder holds a run of another task or model.
 
     Both are fixed for a run, while the way it is trained may change. Its data is fixed too; the
     engine compares that by content, not by name.
@@ -110,15 +110,15 @@ def _check_same_run(config: Config, run_dir: Path) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{run_dir} holds another run: {'; '.join(differences)}. Use the same to resume, or"
-            " another --run-dir"
+            f"{run_dir} holds another run: {'; '.join(differences)}. Use the same settings to"
+            " resume, or another --run-dir"
         )
 
 # %% ../../nbs/19a_training.ipynb #b31fe654
 def _find_checkpoint(resume: str, config: Config) -> tuple[Path, Path]:
     """The run and the checkpoint that `resume` names, by the folder of either.
 
-    ValueError where there is none, and where this run has checkpoints of its own elsewhere.
+    ValueError if there is none, or if this run has checkpoints of its own elsewhere.
     """
     path = Path(resume).expanduser()
     run = path.parent.parent if (path / "manifest.json").is_file() else path
@@ -152,7 +152,7 @@ def _bring_along(former: Path, config: Config) -> None:
 
 
 def _check_own_checkpoints(config: Config) -> None:
-    """ValueError where a new run would mistake the checkpoints of another for its own."""
+    """ValueError if a new run would mistake the checkpoints of another for its own."""
     is_new = not Path(config.run_dir, "config.yaml").is_file()
     folder = config.checkpoint.dir
     if folder is not None and is_new and any(config.checkpoint_dir.glob("step_*")):
@@ -166,8 +166,8 @@ def _check_own_checkpoints(config: Config) -> None:
 def _alone_in(folder: Path, option: str = "--run-dir") -> Iterator[None]:
     """Hold the lock of a folder, which `option` chooses.
 
-    The system releases it when the process ends, however it ends. ValueError where another process
-    holds it, or the folder cannot be written.
+    The system releases it when the process ends, however it ends. ValueError if another process
+    holds it, or if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def _manager(config: Config, logger: Logger) -> CheckpointManager:
 
 
 def _introduce(engine: TrainingEngine, logger: Logger, *, resumed: bool) -> None:
-    """Log where the run goes on, if it's resumed, and the data, the model and the device."""
+    """Log the step at which the run goes on, if it's resumed, and the data, model and device."""
     if resumed:
         run_dir = Path(engine.config.run_dir)
         logger.info(
@@ -286,7 +286,7 @@ def _introduce(engine: TrainingEngine, logger: Logger, *, resumed: bool) -> None
 
 
 def _check_writes(engine: TrainingEngine, run_dir: Path) -> None:
-    """ValueError where samples are asked of a run that can't write text."""
+    """ValueError if samples are requested from a run that can't write text."""
     config = engine.config
     has_tokenizer = (run_dir / BaseTokenizer.FILE_NAME).is_file()
     if not (isinstance(engine.model, DecoderModel) and has_tokenizer):
@@ -304,7 +304,7 @@ def generate_line(config: Config) -> str:
 
 # %% ../../nbs/19a_training.ipynb #16d21455
 def _needed_memory(config: Config, shape: ModelConfig, world_size: int) -> list[int]:
-    """The least that each process of a group needs: bytes of weights, gradients and moments."""
+    """The fewest bytes that each process of a group needs: weights, gradients and moments."""
     count = count_parameters(shape)
     moments = 2.0  # of each parameter
     if config.optimization.optimizer == "muon":  # one for a matrix inside the model, else two
@@ -314,7 +314,7 @@ def _needed_memory(config: Config, shape: ModelConfig, world_size: int) -> list[
 
 
 def _check_memory(config: Config, runtime: Runtime) -> None:
-    """ValueError where a language model alone would need more memory than there is."""
+    """ValueError if a language model alone would need more memory than there is."""
     if config.task != "lm":
         return
     device = runtime.device(config.training.device)
@@ -387,7 +387,7 @@ def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:
     With `resume=True` there must be one to go on with; a path names the checkpoint or the run to
     resume from, which may be in another folder. With `distributed.world_size` above 1 it starts
     that many processes; under torchrun it joins the processes that torchrun has started. ValueError
-    where the configuration, the data or the folder does not allow it.
+    if the configuration, the data or the folder does not allow it.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or "RANK" in os.environ:
         return _train_in_rank(config, resume)

@@ -118,7 +118,8 @@ class Runtime:
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
         """Split the parameters or the computation over the processes, if the strategy says so.
 
-        Call it before the optimizer is built. `bf16` says whether they compute in bfloat16.
+        Call it before the optimizer is built. `bf16` says whether the processes
+        compute in bfloat16.
         """
 
     def wrap(self, model: nn.Module) -> nn.Module:

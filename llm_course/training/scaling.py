@@ -18,7 +18,7 @@ FLOPS_PER_PARAMETER = 6  # in a token: 2 forward, 4 backward
 
 
 def _positive(name: str, sizes: Any) -> Any:
-    """The sizes, a list of them as an array; ValueError where one isn't positive."""
+    """The sizes, a list of them as an array; ValueError if one isn't positive."""
     sizes = np.asarray(sizes) if isinstance(sizes, list | tuple) else sizes
     numbers = np.asarray(sizes)
     if numbers.dtype.kind not in "iuf" or not (numbers > 0).all():
@@ -50,7 +50,7 @@ class Law(NamedTuple):
     def best_size(self, compute: float) -> tuple[float, float]:
         """The N and D with the lowest loss for a budget of `compute` = 6 N D operations.
 
-        ValueError where the loss doesn't fall with both.
+        ValueError if the loss doesn't fall with both.
         """
         check_numbers("(0, inf)", compute=compute)
         falls = dict(A=self.A, a=self.a, B=self.B, b=self.b)

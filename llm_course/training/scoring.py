@@ -216,7 +216,7 @@ class Scorer:
         """The tokens of both, of which those of the continuation are scored.
 
         They are encoded together, because a token may cross the border; it is scored. A context
-        that is too long loses its beginning. ValueError where no token is left to score, or none
+        that is too long loses its beginning. ValueError if no token is left to score, or none
         to begin with.
         """
         ids = self.encode(context + continuation)

@@ -148,4 +148,4 @@ class ShardedManager(Checkpointed):
         return no_gradient_sync(cast(FSDPModule, model))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        return self.whole(super().clip(parameters, max_norm))  # of all shards
+        return self.whole(super().clip(parameters, max_norm))  # the norm over all shards

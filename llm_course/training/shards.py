@@ -26,7 +26,7 @@ from llm_course.training.checkpointing import (
 
 # %% ../../nbs/18c_shards.ipynb #p18cread
 def write_shards(tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Write tensors as a DCP folder. ValueError where it holds something already."""
+    """Write tensors as a DCP folder. ValueError if it holds something already."""
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose a new folder for the shards")
@@ -62,7 +62,7 @@ _TREE = "state_json"
 
 def to_shards(checkpoint: str | Path, folder: str | Path) -> None:
     """Write the state in a checkpoint folder as a DCP folder: weights are called `model.` and
-    their name. ValueError where it is no checkpoint.
+    their name. ValueError if it is no checkpoint.
     """
     tree, tensors = split_tensors(load_checkpoint(checkpoint))
     text = bytearray(json.dumps(tree).encode())

@@ -82,7 +82,7 @@ def _options(key: str) -> tuple[Any, ...]:
 
 # %% ../../nbs/12b_config_sources.ipynb #6f17c669
 def _check_key(key: str) -> None:
-    """ValueError where `key`, such as `training.max_steps`, is not a key of the configuration."""
+    """ValueError if `key`, such as `training.max_steps`, is not a key of the configuration."""
     if key not in KEY_TYPES and key not in _ALIASES:
         raise ValueError(f"{key!r} is not a key of the configuration{_nearest(key)}")
 
@@ -181,7 +181,7 @@ def _at(place: str) -> Iterator[None]:
 def _checked(key: str, value: Any, shown: Any) -> Any:
     """`value` as the field of `key` holds it.
 
-    ValueError where it doesn't fit; `shown` is what was written, for the message.
+    ValueError if it doesn't fit; `shown` is what was written, for the message.
     """
     field = _FIELDS[_ALIASES.get(key, key)]
     if float in _options(key) and isinstance(value, str | int) and not isinstance(value, bool):
@@ -190,7 +190,7 @@ def _checked(key: str, value: Any, shown: Any) -> Any:
     if not fits_type(value, field.type):
         hint = ""
         if str in _options(key):
-            hint = f": in quotes it is a text, without them YAML reads {value!r}"
+            hint = f": in quotes it is a string, without them YAML reads {value!r}"
         if key == "callbacks":
             hint = ": their arguments are numbers, texts, true, false, null, or lists of these"
         raise ValueError(f"{key}={shown} must be {type_in_words(field.type)}{hint}")
@@ -215,7 +215,7 @@ def _from_text(key: str, text: str) -> list[Setting]:
         with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a text
             value = StrictLoader(text).get_single_data()
     if value is None and NoneType in options:
-        raise ValueError(f"{key}={text!r} is nothing in YAML: write null if you mean that")
+        raise ValueError(f"{key}={text!r} means null in YAML: write null if that's what you mean")
     if isinstance(value, dict) and any(map(is_dataclass, options)):
         parts = (_from_value(f"{key}.{name}", part, part) for name, part in value.items())
         return [setting for part in parts for setting in part]
@@ -275,7 +275,7 @@ def _from_file(path: str) -> list[Setting]:
 
 
 def _by_one_name(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings of one source without aliases; ValueError where two names of a key disagree."""
+    """The settings of one source without aliases; ValueError if two names of a key disagree."""
     settings = list(settings)
     given = dict(settings)
     for alias, key in _ALIASES.items():
@@ -423,7 +423,7 @@ def read_config(path: str | Path) -> Config:
 def save_config(config: Config, path: str | Path) -> None:
     """Write all of `config` as YAML, all or nothing; `read_config(path)` gives an equal one.
 
-    ValueError where attributes were assigned since, and no longer fit.
+    ValueError if attributes were assigned since, and no longer fit.
     """
     Config(**asdict(config))
     try:

@@ -84,7 +84,7 @@ class Point:
 def point_name(settings: Mapping[str, Any]) -> str:
     """The name of a run with these settings, without characters that a folder can't have.
 
-    ValueError where it's longer than a folder's name may be.
+    ValueError if it's longer than a folder's name may be.
     """
     words = [f"{short_key(key)}={value}" for key, value in settings.items()]
     name = quote(",".join(words), safe="=,+[] ") or "base"
@@ -100,7 +100,7 @@ _PARTS: dict[str, type] = {"base": dict, "grid": dict, "points": list}
 
 
 def _read_parts(path: Path) -> dict[str, Any]:
-    """The parts of a sweep file; ValueError where it has others, or they have the wrong form."""
+    """The parts of a sweep file; ValueError if it has others, or they have the wrong form."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file (from {Path.cwd()})")
     parts = StrictLoader(path.read_text(encoding="utf-8")).get_single_data()
@@ -118,7 +118,7 @@ def _read_parts(path: Path) -> dict[str, Any]:
 
 
 def _axes(grid: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
-    """For each key of the grid its settings; ValueError where its values are no list."""
+    """For each key of the grid its settings; ValueError if its values are no list."""
     axes = []
     for key, values in flatten(grid).items():
         if not isinstance(values, list) or not values:
@@ -275,7 +275,7 @@ def _finished(points: Sequence[Point], workers: int) -> Iterator[dict[str, Any] 
 
 # %% ../../nbs/22b_sweep.ipynb #b22b022
 def _check_unchanged(point: Point) -> None:
-    """ValueError where a finished run was trained with other settings than it would be now."""
+    """ValueError if a finished run was trained with other settings than it would be now."""
     file = Path(point.config.run_dir, "config.yaml")
     if not file.is_file() or point.config.init_from is not None:  # which adds to its settings
         return

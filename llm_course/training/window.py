@@ -78,7 +78,7 @@ class GradientWindow:
         self.runtime.sync_gradients(self.model)
         self.forward.mixed_precision.scaler.unscale_(optimizer)
         norm = self.mean_and_clip(num_targets)
-        # the step's one wait for the device
+        # the only place where the step waits for the device
         return WindowTotals(float(loss_sum), int(num_targets), float(norm))
 
     def accumulate(self, micro_batches: Sequence[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -98,11 +98,11 @@ class GradientWindow:
         return loss_sum, num_targets
 
     def mean_and_clip(self, num_targets: Tensor) -> Tensor:
-        """Divide the gradients by the targets of all ranks, then clip them.
+        """Divide the gradients by the number of targets on all ranks, then clip them.
 
         Returns their norm before clipping.
         """
-        # the runtime's backward has averaged over ranks
+        # the runtime's backward has already averaged over ranks
         divisor = num_targets.clamp(min=1) / self.runtime.data_world_size
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in parameters:
