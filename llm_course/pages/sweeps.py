@@ -22,7 +22,7 @@ def show_sweep(optimizer: str, task: str) -> None:
                 "" if np.isnan(loss) else f"{loss:.2f}" + (" *" if best else ""),
                 ha="center",
                 va="center",
-                color="white" if loss < np.nanmedian(losses) else "black",
+                color="black" if loss < np.nanmedian(losses) else "white",
                 fontweight="bold" if best else "normal",
             )
     axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
