@@ -51,6 +51,7 @@ def curves(config: Config, seed: int) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    has_changed = False
     bands = json.loads(BANDS.read_text(encoding="utf-8")) if BANDS.exists() else {}
     for name in names or CONFIGURATIONS:
         print(name)
@@ -59,13 +60,14 @@ def main(names: list[str]) -> None:
         entry = bands.get(name, {})
         if (entry.get("task"), entry.get("knobs")) != (task, knobs):  # the file has changed
             entry = {"task": task, "knobs": knobs, "runs": []}
+            has_changed = True
         bands[name] = entry
         recorded = {run["seed"] for run in entry["runs"]}
         for seed in SEEDS:
             if seed not in recorded:
                 entry["runs"].append(curves(config, seed))
                 write_text(BANDS, json.dumps(bands) + "\n")
-    if not FRESH.exists():
+    if has_changed or not FRESH.exists():
         config = read_config(ROOT / "configs" / f"{CONFIGURATIONS[0]}.yaml")
         write_text(FRESH, json.dumps([curves(config, seed) for seed in FRESH_SEEDS]) + "\n")
 
