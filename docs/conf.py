@@ -44,6 +44,7 @@ html_theme_options = {
     "launch_buttons": {"colab_url": "https://colab.research.google.com"},
     "show_toc_level": 2,
 }
+html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_extra_path = ["index.html"]  # leads to docs/index.html
 # MathJax comes from a package, since a reader may have no network
 MATHJAX = Path(importlib.util.find_spec("sphinx-mathjax-offline").origin).parent

@@ -1,10 +1,10 @@
 """Prove the whole course, one stage after another: `make test`, or `python scripts/check.py lint
 types` for some.
 
-It stops at the first stage that fails and says what to do about it. Two stages that keep one core
-busy each run side by side; what they print still comes one after the other. The totals in the last
-line are the sums of what the stages' own tools counted: pytest its tests, nbdev its notebooks, any
-other command one.
+It stops at the first stage that fails and says what to do about it. Where a stage leaves a core
+without work, others run beside it; what they print comes after it. The totals in the last line are
+the sums of what the stages' own tools counted: pytest its tests, nbdev its notebooks, any other
+command one.
 """
 
 import os
@@ -84,20 +84,25 @@ STAGES = [
         " notebook named in the file's"
         " first lines; then `make export`.",
     ),
-    Stage("types", [["mypy"]], "Mend the signature in the chapter's notebook, then `make export`."),
-    Stage(
-        "docs",
-        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
-        "A warning names the page or the docstring, and the link or the mark in it that leads"
-        " nowhere. After a change of docs/conf.py, remove _docs/ first.",
-        beside="types",
-    ),
     Stage(
         "pages",
         [[sys.executable, "scripts/pages.py"]],
         "A cell raised, or a page no longer shows what its code gives. Run that notebook from the"
         " top in `make lab`. If the new output is right, save the notebook, then `make export`.",
         count_nbdev,
+    ),
+    Stage(
+        "types",
+        [["mypy"]],
+        "Mend the signature in the chapter's notebook, then `make export`.",
+        beside="pages",
+    ),
+    Stage(
+        "docs",
+        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
+        "A warning names the page or the docstring, and the link or the mark in it that leads"
+        " nowhere. After a change of docs/conf.py, remove _docs/ first.",
+        beside="types",
     ),
     Stage(
         "tests",

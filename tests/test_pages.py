@@ -132,6 +132,22 @@ def test_controls_may_be_named_in_any_order(boxes):
     assert screen_text(box) == "two\n"
 
 
+def test_an_error_is_shown_in_the_pictures_place(boxes):
+    def halve(number=2):
+        print(12 // number)
+
+    with capture_output():
+        play(halve, number=(0, 4))
+    (box,) = boxes
+    slider, screen = box.children
+    slider.value = 0
+    (output,) = screen.outputs
+    assert output["output_type"] == "error"
+    assert output["traceback"] == [f"ZeroDivisionError: {output['evalue']}"]
+    slider.value = 3
+    assert screen_text(box) == "4\n"
+
+
 def test_a_slow_picture_waits_until_the_slider_is_released(boxes):
     def slow(steps=1):
         print(steps)

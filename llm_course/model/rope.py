@@ -33,17 +33,32 @@ def rotary_frequencies(
     # multiplied in this order so that the rounding matches Hugging Face's models
     return 1.0 / (factor * rope_theta**exponents)
 
+# %% ../../nbs/03b_rope.ipynb #3b0checks
+def _check_pairs(x: Tensor) -> None:
+    if x.shape[-1] % 2:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, expected an even number in the last dimension: RoPE"
+            " rotates pairs"
+        )
+
+
+def _check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    B, _, T, D = x.shape if x.ndim == 4 else (-1,) * 4
+    fits = cos.shape == sin.shape and cos.shape in ((1, T, D), (B, T, D))
+    if not (fits and x.is_floating_point()):
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)};"
+            " expected floating-point (B, H, T, D) and (1 or B, T, D): call"
+            " RotaryEmbedding(head_dim) with the positions of these T tokens only"
+        )
+
 # %% ../../nbs/03b_rope.ipynb #97306d88
 def rotate_half(x: Tensor) -> Tensor:
     """Map the halves (a, b) of the last dimension to (-b, a), keeping the shape (..., D).
 
     Raises ValueError for an odd D.
     """
-    if x.shape[-1] % 2:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, expected an even number in the last dimension: RoPE"
-            " rotates pairs"
-        )
+    _check_pairs(x)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
@@ -56,14 +71,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     integer `x`. Source: Su et al. 2021, equation 34, with the pairs (i, i + D/2) of Hugging
     Face's Llama.
     """
-    B, _, T, D = x.shape if x.ndim == 4 else (-1,) * 4
-    fits = cos.shape == sin.shape and cos.shape in ((1, T, D), (B, T, D))
-    if not (fits and x.is_floating_point()):
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)};"
-            " expected floating-point (B, H, T, D) and (1 or B, T, D): call"
-            " RotaryEmbedding(head_dim) with the positions of these T tokens only"
-        )
+    _check_rotary(x, cos, sin)
     # (1 or B, 1, T, D): the same for all heads
     cos = cos.unsqueeze(1).to(x.dtype)
     sin = sin.unsqueeze(1).to(x.dtype)
@@ -147,6 +155,11 @@ class RotaryEmbedding(nn.Module):
             return rotary_frequencies(self.head_dim, rope_theta=self.rope_theta)
         return self.scaling.frequencies(self.head_dim, rope_theta=self.rope_theta, length=length)
 
+    def _frequencies_at(self, positions: Tensor) -> Tensor:
+        if self.scaling is None or not self.scaling.follows_length or not positions.numel():
+            return self.frequencies
+        return self._frequencies(positions.max() + 1)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # .to(), .bfloat16() and .to_empty() may round the frequencies or leave them empty
         super()._apply(fn, recurse)
@@ -156,11 +169,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         check_position_ids(position_ids)
         positions = position_ids if position_ids.ndim == 2 else position_ids[None]  # (1 or B, T)
-        frequencies = self.frequencies
-        if self.scaling is not None and self.scaling.follows_length and positions.numel():
-            frequencies = self._frequencies(positions.max() + 1)
-        # (1 or B, T, D/2)
-        angles = positions[..., None].float() * frequencies.to(positions.device)
+        frequencies = self._frequencies_at(positions).to(positions.device)
+        angles = positions[..., None].float() * frequencies  # (1 or B, T, D/2)
         cos = angles.cos() * self.attention_factor
         sin = angles.sin() * self.attention_factor
         # (1 or B, T, D): both numbers of a pair turn together

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
@@ -12,8 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from torch import Tensor
 
+from llm_course.model import attention as attention_module
 from llm_course.model.attention import MultiHeadAttention
 from llm_course.model.attention_weights import attention_weights
+from llm_course.model.generation import generate
 from llm_course.pages.storyteller import load_storyteller
 
 WORDS = tuple(
@@ -159,6 +162,39 @@ def llama_attention(**sizes: int) -> Any:
     return LlamaAttention(LlamaConfig(**options), layer_idx=0)
 
 
+# C, H, K and D of three published models
+PUBLISHED = {
+    "Qwen2 0.5B": (896, 14, 2, 64),
+    "Qwen3 0.6B": (1024, 16, 8, 128),
+    "Gemma 2 9B": (3584, 16, 8, 256),
+}
+
+
+def published_attention() -> dict[str, Any]:
+    """Hugging Face's attention layers of these models, without memory for their weights."""
+    from transformers import Gemma2Config, Qwen2Config, Qwen3Config
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+    classes: list[tuple[Any, Any]] = [
+        (Qwen2Config, Qwen2Attention),
+        (Qwen3Config, Qwen3Attention),
+        (Gemma2Config, Gemma2Attention),
+    ]
+    layers = {}
+    for (name, sizes), (make_config, make_layer) in zip(PUBLISHED.items(), classes, strict=True):
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        config = make_config(**dict(zip(names, sizes, strict=True)))
+        with torch.device("meta"):
+            layers[name] = make_layer(config, layer_idx=0)
+    return layers
+
+
+def weight_shapes(layer: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in layer.named_parameters()}
+
+
 # ------------------------------------------------------------------------------ a model that copies
 
 
@@ -257,6 +293,33 @@ def continue_text(model: Any, text: str, words: int) -> str:
     for _ in range(words):
         ids = torch.cat((ids, model(ids)[:, -1:].argmax(-1)), dim=1)
     return text_of(ids[:, -words:])
+
+
+@torch.no_grad()
+def in_training_mode(
+    dropout: float, story: str, prompt: str, tokens: int = 40
+) -> tuple[float, str]:
+    """The storyteller's loss on a story, and what it writes, with dropout that is never off."""
+    shared, tokenizer = load_storyteller()
+    model = copy.deepcopy(shared).train()
+    for layer in model.layers:
+        layer.self_attn.dropout = dropout  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    ids = torch.tensor([tokenizer.encode(story)])
+    loss = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).item()
+    text = torch.tensor([tokenizer.encode(prompt)])
+    for _ in range(tokens):
+        text = torch.cat((text, model(text).logits[:, -1:].argmax(-1)), dim=1)
+    return loss, tokenizer.decode(text[0].tolist())
+
+
+def write_with(choose: Callable[[int], Callable[..., Tensor]], text: str, tokens: int) -> str:
+    """What the storyteller writes after a text if `choose(T)` computes its attention."""
+    model, tokenizer = load_storyteller()
+    ids = torch.tensor([tokenizer.encode(text)])
+    with patch.object(attention_module, "fastest_attention", lambda q, k, v: choose(q.shape[2])):
+        written = generate(model, ids, max_new_tokens=tokens)
+    return tokenizer.decode(written[0].tolist())
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from llm_course.pages.pretrained import continued, story_rows
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.training import epoch
 from llm_course.training.config import Config
-from llm_course.training.sources import load_config
+from llm_course.training.sources import load_config, read_config, save_config
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "loss")
 RUN = """\
@@ -191,6 +191,14 @@ def show_memory(runs: Mapping[str, TrainingMemory]) -> None:
 
 
 @torch.no_grad()
+def read_twice(config: Config, environment: Mapping[str, str]) -> tuple[Config, Config]:
+    """A saved configuration, read by `read_config` and, with the variables, by `load_config`."""
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, environment):
+        path = Path(folder, "config.yaml")
+        save_config(config, path)
+        return read_config(path), load_config([f"--config={path}"])[0]
+
+
 def storyteller_as(config: ModelConfig) -> tuple[list[float], str]:
     """The storyteller's weights in a model of another configuration.
 

@@ -101,7 +101,7 @@ def real_size(config: ModelConfig) -> int:
 
 
 def counted(config: ModelConfig, T: int = 40, *, training: bool = False) -> float:
-    """What PyTorch's counter says of a built model, for each token of two rows.
+    """What PyTorch's counter reports for a built model, for each token of two rows.
 
     Attention is written out: on a CPU, the counter doesn't see the fused kernel.
     """
@@ -214,7 +214,7 @@ def show_step() -> float:
     ax.axhline(
         memory.gradients / 1e6, color="tab:green", linestyle="-.", label="gradients, estimated"
     )
-    ax.set(xlabel="operation", ylabel="alive (MB)")
+    ax.set(xlabel="operation", ylabel="in use (MB)")
     ax.set_title("Activations climb, and fall while gradients appear", fontsize=11)
     ax.legend(fontsize=8)
     plt.show()
@@ -270,7 +270,9 @@ def show_fit(model: str, rows: int, T: int, card: int, checkpointing: bool) -> N
     operations = flops_per_token(config, length).training * rows * length
     verdict = "fits" if left <= card else "doesn't fit"
     ax.set_title(
-        f"{left:.1f} GB {verdict}; a step takes {operations / 1e12:.0f} TFLOP", fontsize=11
+        f"{rows} rows of {length} tokens: {left:.1f} GB, {verdict};"
+        f" a step takes {operations / 1e12:.0f} TFLOP",
+        fontsize=10,
     )
     fig.legend(fontsize=7, loc="outside lower center", ncols=5)
     plt.show()

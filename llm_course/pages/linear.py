@@ -3,11 +3,17 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from llm_course.model.generation import generate
+from llm_course.model.kernels import linear as kernels
 from llm_course.pages.storyteller import load_storyteller
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x (n, C) and W (F, C) to (n, F)
@@ -28,7 +34,50 @@ def last_vector(text: str) -> Tensor:
     return seen[0]
 
 
+def write(text: str, tokens: int, *, in_parts: bool = False) -> tuple[str, list[int]]:
+    """What the storyteller writes after a text, and how many rows each of its products had.
+
+    `in_parts` says whether few rows go in parts, whatever processor this is.
+    """
+    model, tokenizer = load_storyteller()
+    rows: list[int] = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, inputs: rows.append(inputs[0].numel() // inputs[0].shape[-1])
+        )
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    ids = torch.tensor([tokenizer.encode(text)])
+    with torch.no_grad(), patch.object(kernels, "parts_pay", lambda: in_parts):
+        written = generate(model, ids, max_new_tokens=tokens)
+    for hook in hooks:
+        hook.remove()
+    return tokenizer.decode(written[0].tolist()), rows
+
+
 # ------------------------------------------------------------------------------------- measurements
+
+
+class _NewBytes(TorchDispatchMode):
+    """Adds up the bytes of every tensor that is made, views left out."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.total += tensor.nbytes
+        return made
+
+
+def new_bytes(product: Product, x: Tensor, weight: Tensor) -> int:
+    """How many bytes of new tensors a product writes on its way; a view writes none."""
+    with _NewBytes() as count:
+        product(x, weight)
+    return count.total
 
 
 @dataclass(frozen=True)

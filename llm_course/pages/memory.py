@@ -50,8 +50,8 @@ class MemoryMeter(TorchDispatchMode):
         return out
 
 
-def kept_bytes(run: Callable[[], Any], leave_out: Iterable[Tensor] = ()) -> int:
-    """Bytes of the tensors that autograd keeps during `run()`, each block of memory once."""
+def saved_tensors(run: Callable[[], Any], leave_out: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The tensors that autograd keeps during `run()`, each block of memory once."""
     left_out = {tensor.untyped_storage().data_ptr() for tensor in leave_out}
     kept: dict[int, Tensor] = {}
 
@@ -62,7 +62,10 @@ def kept_bytes(run: Callable[[], Any], leave_out: Iterable[Tensor] = ()) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    del result  # until here the graph had to live
-    return size
+        run()
+    return list(kept.values())
+
+
+def kept_bytes(run: Callable[[], Any], leave_out: Iterable[Tensor] = ()) -> int:
+    """Bytes of the tensors that autograd keeps during `run()`, each block of memory once."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors(run, leave_out))

@@ -1,5 +1,6 @@
 """What the page of the MLP draws, and a model of the next word with one layer to choose."""
 
+import copy
 import math
 import re
 from collections import Counter
@@ -7,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_course.model import mlp as mlp_module
 from llm_course.model.normalization import RMSNorm
+from llm_course.pages.memory import saved_tensors
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 
@@ -323,6 +327,17 @@ def train_words(
     return model
 
 
+@torch.no_grad()
+def continue_words(model: NextWord, text: str, count: int = 12) -> str:
+    """The text with the most probable next word, again and again."""
+    words = list(story_words().words)
+    found = split_words(text)
+    for _ in range(count):
+        before = torch.tensor([[words.index(word) for word in found[-NextWord.context :]]])
+        found.append(words[int(model(before)[0].argmax())])
+    return re.sub(r" (?=[.,!?])", "", " ".join(found))
+
+
 def losses(models: Sequence[Sequence[NextWord]]) -> Tensor:
     """The held-out loss of each model, as a table."""
     return torch.tensor([[held_out_loss(model) for model in row] for row in models])
@@ -341,6 +356,48 @@ def draw_race(rates: Sequence[float], runs: Mapping[str, Tensor]) -> None:
     plt.ylabel("held-out loss (nats)")
     plt.legend(fontsize=8)
     plt.title("Equal parameters, equal data, every start")
+    plt.show()
+
+
+# ----------------------------------------------------------------------- what backward has to know
+
+
+def vectors_kept(mlp: Any, tokens: int = 8) -> int:
+    """How many vectors of F numbers an MLP keeps for backward, per token, besides its input."""
+    x = torch.randn(tokens, mlp.hidden_size, requires_grad=True)
+    F = mlp.up_proj.weight.shape[0]
+    return sum(tensor.shape == (tokens, F) for tensor in saved_tensors(lambda: mlp(x)))
+
+
+def story_step(form: Callable[[Tensor, Tensor], Tensor], text: str) -> dict[str, float]:
+    """MiB that the storyteller keeps for backward while it reads a text, with this SwiGLU."""
+    shared, tokenizer = load_storyteller()
+    model = copy.deepcopy(shared).requires_grad_()
+    ids = torch.tensor([tokenizer.encode(text)])
+    mlp: Any = model.layers[0].mlp
+    neurons = mlp.up_proj.weight.shape[0]
+    with patch.object(mlp_module, "swiglu", form):
+        saved = saved_tensors(lambda: model(ids), leave_out=model.parameters())
+    kept = {"activations of the MLPs": 0.0, "everything else": 0.0}
+    for tensor in saved:
+        part = "activations of the MLPs" if tensor.shape[-1] == neurons else "everything else"
+        kept[part] += tensor.untyped_storage().nbytes() / 2**20
+    return kept
+
+
+def draw_kept(runs: Mapping[str, Mapping[str, float]]) -> None:
+    """One bar for each form, made of the parts that it keeps."""
+    plt.figure(figsize=(6.4, 1.9))
+    left = [0.0] * len(runs)
+    for part, color in zip(next(iter(runs.values())), ("tab:blue", "tab:gray"), strict=True):
+        sizes = [kept[part] for kept in runs.values()]
+        drawn = plt.barh(list(runs), sizes, left=left, label=part, color=color)
+        plt.bar_label(drawn, fmt="%.1f", label_type="center", color="white", fontsize=8)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    plt.xlabel("MiB kept for backward")
+    plt.gca().invert_yaxis()
+    plt.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncol=2)
+    plt.title("The storyteller reads one story", fontsize=10)
     plt.show()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> Non
     with which its control begins; and again whenever the reader moves a control. `controls` are
     those of `ipywidgets.interact`: `(low, high, step)` makes a slider, a list a menu, a text a
     text field, a bool a checkbox; a widget is taken as it is. With `live=False` a slider waits
-    until it is released, for a `draw` that takes longer than a blink.
+    until it is released, for a `draw` that takes longer than a blink. If `draw` raises for what the
+    reader chose, its error is shown in the picture's place, and the next choice draws again.
 
     The first picture is part of the same output as the controls. It is all that a stored page
     keeps, and all that is shown where `ipywidgets` isn't installed.
@@ -37,9 +39,11 @@ def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> Non
     screen = Output(outputs=picture)
 
     def redraw(_: Any) -> None:
-        screen.outputs = _shown_by(
-            functools.partial(draw, **{name: control.value for name, control in inputs.items()})
-        )
+        chosen = {name: control.value for name, control in inputs.items()}
+        try:
+            screen.outputs = _shown_by(functools.partial(draw, **chosen))
+        except Exception as error:
+            screen.outputs = (_error_of(error),)
 
     for control in inputs.values():
         if not live and control.has_trait("continuous_update"):
@@ -60,3 +64,10 @@ def _shown_by(draw: Callable[[], Any]) -> tuple[dict[str, Any], ...]:
         {"output_type": "display_data", "data": data, "metadata": metadata}
         for data, metadata in shown
     )
+
+
+def _error_of(error: Exception) -> dict[str, Any]:
+    """An error as a notebook stores it, in its last line alone."""
+    line = "".join(traceback.format_exception_only(error)).rstrip()
+    name = type(error).__name__
+    return {"output_type": "error", "ename": name, "evalue": str(error), "traceback": [line]}

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -25,6 +26,7 @@ from llm_course.text.bpe import (
 from llm_course.text.stories import write_story
 from llm_course.text.tokenization import (
     BaseTokenizer,
+    BPETokenizer,
     ByteBPETokenizer,
     SimpleCharacterTokenizer,
 )
@@ -88,6 +90,14 @@ def tokens_of(tokenizer: BaseTokenizer, text: str) -> list[bytes]:
     if isinstance(tokenizer, ByteBPETokenizer):
         return [tokenizer.decode_bytes([i]) for i in ids]
     return [tokenizer.decode([i]).encode() for i in ids]
+
+
+def library_cut(tokenizer: BPETokenizer, text: str) -> list[bytes]:
+    """The tokens of a text as bytes, also where a token is a part of a character."""
+    bytes_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
+    names = json.loads(tokenizer.to_json())["model"]["vocab"]
+    names = {i: token for token, i in names.items()}
+    return [bytes(map(bytes_of.__getitem__, names[i])) for i in tokenizer.encode(text)]
 
 
 COLORS = ("74,134,200", "217,128,50", "77,154,91", "170,100,180", "190,165,50")
@@ -241,6 +251,35 @@ def library_words(text: str) -> list[str]:
     """The words into which the library's own splitter for GPT-2 cuts a text."""
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+
+
+# The beginning of GPT-2's merges.txt: 63 of its 50,000 lines (OpenAI 2019, MIT license), with "_"
+# for the space in front of a word.
+GPT2_START = """
+_ t|_ a|h e|i n|r e|o n|_t he|e r|_ s|a t|_ w|_ o|e n|_ c|i t|i s|a n|o r|e s|_ b|e d|_ f|in g|_ p
+o u|_a n|a l|a r|_t o|_ m|_o f|_ in|_ d|_ h|_an d|i c|a s|l e|_t h|i on|o m|l l|en t|_ n|_ l|s t
+_ re|v e|_ e|r o|l y|_b e|_ g|_ T|c t|_ S|i d|o t|_ I|u t|e t|_ A|_ is
+"""
+
+
+def write_gpt2_start(folder: str | Path) -> tuple[Path, Path]:
+    """Write the beginning of GPT-2's vocab.json and merges.txt, and return where they are."""
+    merges = (
+        GPT2_START.replace("_", BYTE_CHARACTERS[ord(" ")]).strip().replace("\n", "|").split("|")
+    )
+    tokens = [*BYTE_CHARACTERS.values(), *(merge.replace(" ", "") for merge in merges)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    files = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
+    files[0].write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
+    files[1].write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    return files
+
+
+def library_from(vocab_json: str | Path, merges_txt: str | Path) -> Tokenizer:
+    """The library's own reading of GPT-2's two files."""
+    read = Tokenizer(models.BPE.from_file(str(vocab_json), str(merges_txt)))
+    read.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return read
 
 
 # ---------------------------------------------------------------------------------------- pictures

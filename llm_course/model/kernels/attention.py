@@ -18,7 +18,7 @@ from ...hardware import cpu_multiplies_bf16
 
 LONGEST_PRODUCTS = 512  # keys; beyond them a kernel that never stores the weights is faster
 
-# %% ../../../nbs/05d_attention_kernels.ipynb #149facf3
+# %% ../../../nbs/05d_attention_kernels.ipynb #05dbias0
 def _as_bias(mask: Tensor | None, q: Tensor, K: int, S: int) -> Tensor:
     """The mask as a bias that is added to the scores: 0 where visible, -inf elsewhere.
 
@@ -34,7 +34,7 @@ def _as_bias(mask: Tensor | None, q: Tensor, K: int, S: int) -> Tensor:
         return bias.expand(1, H // K, T, S).reshape(1, H // K * T, S)
     return bias.expand(B, H, T, S).reshape(B * K, H // K * T, S)
 
-
+# %% ../../../nbs/05d_attention_kernels.ipynb #149facf3
 def attention_by_products(
     q: Tensor,
     k: Tensor,

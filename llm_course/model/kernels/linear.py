@@ -25,7 +25,7 @@ def parts_pay() -> bool:
     """Whether Intel's MKL runs on an AMD processor, where it multiplies few rows slowly."""
     return _ask_for_mkl_on_amd()
 
-
+# %% ../../../nbs/04b_linear_kernels.ipynb #04brule0
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """x W^T + b for very few rows if there is a faster way than the library's, else None.
 
@@ -52,7 +52,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     y = y.view(*x.shape[:-1], F)
     return y if bias is None else y + bias
 
-
+# %% ../../../nbs/04b_linear_kernels.ipynb #04brule1
 def _in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """x W^T as a batch of products, each with a part of W's rows: (n, C) and (F, C) to (n, F)."""
     columns = x.T.expand(parts, -1, -1)  # (parts, C, n), nothing is copied
