@@ -3,9 +3,9 @@
     python scripts/bands.py [NAME ...]     # a quarter of a minute a run, on one thread
 
 Goes on where it was stopped. Writes llm_course/training/bands.json, in which `llm-course check-run`
-looks runs up, and llm_course/pages/fresh_seeds.json, runs that no band has seen, on which chapter 20
-tries the band. A run's curves differ a little between processors, by less than they differ between
-seeds.
+looks runs up, and llm_course/pages/fresh_seeds.json, runs that no band has seen, on which chapter
+20 tries the band. A run's curves differ a little between processors, by less than they differ
+between seeds.
 """
 
 import json
