@@ -80,6 +80,7 @@ bench-full: $(VENV)/.dev  ## The same with more rounds
 
 bands: $(VENV)/.dev  ## Record again what healthy runs look like, for `llm-course check-run`, in some minutes
 	$(BIN)/python scripts/bands.py
+	$(BIN)/python scripts/two_processes.py
 
 faults: $(VENV)/.dev  ## Plant mistakes in runs, and see whether `llm-course check-run` names them, in some minutes
 	$(BIN)/python -m tests.faults

@@ -3,8 +3,9 @@
     python scripts/bands.py [NAME ...]     # a quarter of a minute a run, on one thread
 
 Goes on where it was stopped. Writes llm_course/training/bands.json, in which `llm-course check-run`
-looks runs up. A run's curves differ a little between processors, by less than they differ between
-seeds.
+looks runs up, and llm_course/pages/fresh_seeds.json, runs that no band has seen, on which chapter
+20 tries the band. A run's curves differ a little between processors, by less than they differ
+between seeds.
 """
 
 import json
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BANDS = ROOT / "llm_course" / "training" / "bands.json"
 CONFIGURATIONS = ("small_stories",)
 SEEDS = range(10)
+FRESH = ROOT / "llm_course" / "pages" / "fresh_seeds.json"
+FRESH_SEEDS = range(10, 16)
 
 
 def quiet(config: Config, run_dir: str, seed: int) -> Config:
@@ -48,6 +51,7 @@ def curves(config: Config, seed: int) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    has_changed = False
     bands = json.loads(BANDS.read_text(encoding="utf-8")) if BANDS.exists() else {}
     for name in names or CONFIGURATIONS:
         print(name)
@@ -56,12 +60,16 @@ def main(names: list[str]) -> None:
         entry = bands.get(name, {})
         if (entry.get("task"), entry.get("knobs")) != (task, knobs):  # the file has changed
             entry = {"task": task, "knobs": knobs, "runs": []}
+            has_changed = True
         bands[name] = entry
         recorded = {run["seed"] for run in entry["runs"]}
         for seed in SEEDS:
             if seed not in recorded:
                 entry["runs"].append(curves(config, seed))
                 write_text(BANDS, json.dumps(bands) + "\n")
+    if has_changed or not FRESH.exists():
+        config = read_config(ROOT / "configs" / f"{CONFIGURATIONS[0]}.yaml")
+        write_text(FRESH, json.dumps([curves(config, seed) for seed in FRESH_SEEDS]) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def _curve_line(e: Evidence, column: str) -> str:
     low, _, high = e.band.interval(column, row["targets"])
     return f"{row[column]:.3f} at step {row['step']:,}, expected {low:.3f} to {high:.3f}"
 
-
+# %% ../../nbs/20d_check_run.ipynb #cmdotherlines
 def _reference_line(e: Evidence) -> str:
     if e.band is None:
         return "none for this task, so only what must hold for every run is checked"
@@ -96,10 +96,10 @@ def report(e: Evidence, found: Diagnosis) -> Iterator[str]:
 
 # %% ../../nbs/20d_check_run.ipynb #cmdcommand
 def check_run_command(argv: Sequence[str] | None = None) -> int:
-    """`llm-course check-run RUN_DIR`: say whether a run's curves are normal, and why not.
+    """`llm-course check-run RUN_DIR`: say whether a run's curves are normal, and if not, why.
 
-    Returns the exit status: 0, or 1 where something is unusual. ValueError if the folder holds
-    no run of a language model.
+    Returns the exit status: 0, or 1 if something is unusual. ValueError if the folder holds no run
+    of a language model.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course check-run", description="Say whether the curves of a run are normal."

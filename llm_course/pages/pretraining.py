@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.ticker import LogLocator
 
-from llm_course.training.bands import Band, find_band
+from llm_course.training.bands import COLUMNS, Band, find_band
 from llm_course.model.config import ModelConfig
 from llm_course.model.estimate import count_parameters
 from llm_course.training.callbacks import read_metrics
@@ -42,6 +44,8 @@ from llm_course.training.sources import read_config
 
 FAULTS = Path(__file__).with_name("faults.json")
 STORYTELLER = Path(__file__).with_name("storyteller_run.json")
+TWO_PROCESSES = Path(__file__).with_name("two_processes.json")
+FRESH_SEEDS = Path(__file__).with_name("fresh_seeds.json")
 Row = Mapping[str, Any]
 
 
@@ -153,13 +157,15 @@ def plot_band(
     axes.legend(fontsize=8)
 
 
-def show_run(evidence: Evidence, title: str = "") -> None:
-    """The three curves of a run, each against its band."""
+def show_run(evidence: Evidence, title: str = "", note: str = "") -> None:
+    """The three curves of a run, each against its band, and a note below."""
     _, axes = plt.subplots(1, 3, figsize=(10, 2.8), layout="constrained")
     for name, place in zip(("loss", "val_loss", "grad_norm"), axes, strict=True):
         floor = None if name == "grad_norm" else evidence.text.floor
         plot_band(evidence.band, evidence.rows, name=name, floor=floor, axes=place)
     axes[1].set_title(title)
+    if note:
+        axes[1].figure.supxlabel(note, fontsize=10)
     plt.show()
 
 
@@ -169,6 +175,46 @@ def explain(mistake: str) -> None:
     show_run(evidence, mistake)
     for cause in diagnose(evidence).causes:
         print(f"{cause.kind}: {cause.evidence}. {cause.advice}")
+
+
+TOO_GOOD = (
+    "no causal mask",
+    "labels not shifted",
+    "half of the labels masked",
+    "the same batch again",
+    "validation text in training",
+)
+
+
+def suspects() -> dict[str, str]:
+    """The recorded runs under letters that say nothing."""
+    names = sorted(load_faults(), key=lambda name: name[::-1])
+    return {chr(ord("A") + i): name for i, name in enumerate(names)}
+
+
+def show_suspect(letter: str, *, verdict: bool) -> None:
+    """A recorded run against its bands; with `verdict`, what is wrong and how it was found."""
+    name = suspects()[letter]
+    evidence = load_faults()[name].evidence
+    causes = [f"{cause.kind}: {cause.evidence}" for cause in diagnose(evidence).causes]
+    lines = "\n".join(textwrap.fill(cause, 110) for cause in causes) or "nothing unusual was found"
+    show_run(evidence, f"Run {letter}", note=f"{name}\n{lines}" if verdict else "")
+
+
+def plot_offsets(names: Sequence[str]) -> None:
+    """The loss of recorded runs' checkpoints at each offset, and the lowest one marked."""
+    _, axes = plt.subplots(1, len(names), figsize=(9, 2.6), layout="constrained", sharey=True)
+    for name, place in zip(names, axes, strict=True):
+        weights = load_faults()[name].evidence.weights
+        assert weights is not None
+        losses = weights.by_offset
+        best = min(losses, key=lambda offset: losses[offset])
+        colors = ["tab:green" if offset == best else "tab:gray" for offset in losses]
+        bars = place.bar([str(offset) for offset in losses], list(losses.values()), color=colors)
+        place.bar_label(bars, fmt="%.2f", fontsize=8)
+        place.set(title=name, xlabel="offset", ylim=(0, 18))
+    axes[0].set_ylabel("loss of the checkpoint")
+    plt.show()
 
 
 def compare_runs(names: Sequence[str]) -> None:
@@ -311,4 +357,66 @@ def compare_rates(names: Sequence[str]) -> None:
         axes.plot(*column(evidence.rows, "val_loss"), "o-", label=f"{rate:g}")
     axes.set(xlabel="thousand tokens", ylabel="validation loss", title="Three learning rates")
     axes.legend(title="peak rate", fontsize=8)
+    plt.show()
+
+
+# ------------------------------------------------------------------------------ several processes
+
+
+@cache
+def two_processes() -> dict[str, Any]:
+    """The small run on one process and on two, by name: its curves, and what its model writes."""
+    return json.loads(TWO_PROCESSES.read_text(encoding="utf-8"))
+
+
+def plot_processes(runs: Mapping[str, Any], band: Band) -> None:
+    """The training losses of runs of 100 steps, over steps and over tokens."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", sharey=True)
+    styles = zip(("tab:blue", "tab:orange", "tab:red"), (4, 1.5, 1.5), strict=True)
+    for (name, run), (color, width) in zip(runs.items(), styles, strict=True):
+        targets, losses = zip(*run["loss"], strict=True)
+        steps = [100 * each / targets[-1] for each in targets]
+        for place, x in zip(axes, (steps, [each / 1000 for each in targets]), strict=True):
+            place.plot(x, losses, color=color, linewidth=width, label=name)
+    places = [targets for targets, _ in runs["one process, 16 rows"]["loss"]]
+    low, _, high = zip(*(band.interval("loss", each) for each in places), strict=True)
+    axes[1].fill_between([x / 1000 for x in places], low, high, color="tab:green", alpha=0.3)
+    axes[0].set(xlabel="steps", ylabel="loss", yscale="log", title="Over steps")
+    axes[1].set(xlabel="thousand tokens", title="Over tokens, with the band of ten seeds")
+    _plain_ticks(axes[0])
+    axes[0].legend(fontsize=8)
+    plt.show()
+
+
+# -------------------------------------------------------------------------------------- the bands
+
+
+def band_runs(name: str) -> dict[str, Any]:
+    """What a band of the package is made from: its task, its knobs and the curves of its runs."""
+    text = files("llm_course.training").joinpath("bands.json").read_text(encoding="utf-8")
+    return json.loads(text)[name]
+
+
+@cache
+def fresh_seeds() -> dict[int, list[dict[str, float]]]:
+    """Rows of healthy runs that no band has seen, by their seed."""
+    found = {}
+    for run in json.loads(FRESH_SEEDS.read_text(encoding="utf-8")):
+        rows: dict[float, dict[str, float]] = {}
+        for name in COLUMNS:
+            for targets, value in run[name]:
+                rows.setdefault(targets, {"targets": targets})[name] = value
+        found[run["seed"]] = [rows[targets] for targets in sorted(rows)]
+    return found
+
+
+def plot_seeds(runs: Sequence[Mapping[str, Any]]) -> None:
+    """The training and validation losses of runs that differ only in their seed."""
+    _, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    for name, place in zip(("loss", "val_loss"), axes, strict=True):
+        for run in runs:
+            targets, values = zip(*run[name], strict=True)
+            place.plot([each / 1000 for each in targets], values, linewidth=1)
+        place.set(xlabel="thousand tokens", ylabel=name, yscale="log")
+        _plain_ticks(place)
     plt.show()

@@ -428,6 +428,7 @@ def plot_batches(loss: float) -> None:
     for place, what in zip(axes, ("steps", "thousand tokens"), strict=True):
         place.axvline(critical, color="tab:red", linestyle=":", label="critical batch")
         place.set(xscale="log", yscale="log", xlabel="tokens in a batch")
+        place.set_ylabel(what)
         place.set_title(f"{what} to a loss of {loss:g}", fontsize=10)
         place.set_xticks(tokens, [f"{size:,.0f}" for size in tokens])
         place.minorticks_off()
@@ -517,5 +518,6 @@ def plot_coordinates(moved: Mapping[tuple[str, str, int], Moved]) -> None:
         place.set(xscale="log", yscale="log", xlabel="width", title=f"movement of the {measure}")
         place.set_xticks([*chosen], [str(width) for width in chosen])
         place.minorticks_off()
+        _plain_ticks(place.yaxis)
     axes[0].legend(fontsize=8)
     plt.show()

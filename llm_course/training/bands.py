@@ -21,7 +21,7 @@ from .config import Config
 from .sources import flatten
 
 # %% ../../nbs/20b_bands.ipynb #bandssettings
-# what a run writes, where and with what it computes: none of it moves the loss
+# what a run writes, and the machine that it runs on: none of this moves the loss
 _ELSEWHERE = (
     "run_dir",
     "task",
@@ -40,7 +40,7 @@ _ELSEWHERE = (
     "data.num_workers",
     "data.stories.seed",
 )
-# what one turns when a curve looks wrong: a band still applies, and a difference is a clue
+# what you turn when a curve looks wrong: a band still applies, and a difference is a clue
 _KNOBS = ("optimization.", "model.dropout", "training.max_grad_norm")
 
 
@@ -48,7 +48,7 @@ def curve_settings(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that decide how the loss falls: the task, and the knobs, each by its path.
 
     The task is what is learned (text, tokenizer, model, batch, length); two runs of one task can be
-    compared. The knobs are what may be turned meanwhile: the optimizer's settings, and dropout.
+    compared. The knobs, the optimizer's settings and dropout, can be turned without changing it.
     """
     settings = flatten(asdict(config))
     processes = config.distributed.world_size
@@ -100,11 +100,11 @@ def _smooth(values: np.ndarray, reach: int = 2) -> np.ndarray:
 class Band:
     """What the runs of several seeds looked like; another seed's run should look the same.
 
-    Everything is computed with logarithms, because a loss varies in proportion to itself. At each
-    point the spread is the standard deviation over the seeds, its square averaged with the
-    neighbours', and at least two percent. With n seeds a new run differs from their mean by sqrt(1
-    + 1/n) such spreads; that is one unit of `deviations`, and a band is `WIDTH` of them on each
-    side. ValueError for fewer than two runs, and for values that aren't positive and finite.
+    Everything is computed with logarithms, because losses differ by percentages. At each point the
+    variance over the seeds is averaged with that of its neighbours. With n seeds, a new run differs
+    from their mean by sqrt(1 + 1/n) standard deviations. That is a spread, the unit of
+    `deviations`; it is at least two percent, and a band is `WIDTH` of them on each side. ValueError
+    for fewer than two runs, and for values that aren't positive and finite.
     """
 
     WIDTH = 4.0

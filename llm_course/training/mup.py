@@ -33,7 +33,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _with_factors(config: ModelConfig, multiplier: float, base_head_dim: int) -> ModelConfig:
-    """The shape with logits over `multiplier`, and scores over head_dim instead of its root."""
+    """The shape, with logits divided by `multiplier` and scores by head_dim, not its root."""
     if config.use_moe or config.attention_scale is not None:
         raise ValueError(
             f"use_moe={config.use_moe}, attention_scale={config.attention_scale}: muP has no rule"

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checks import check_columns, check_numbers, check_sizes
 
-# %% ../../nbs/22c_laws.ipynb #b22c006
+# %% ../../nbs/22c_laws.ipynb #b22cpositive
 FLOPS_PER_PARAMETER = 6  # in a token: 2 forward, 4 backward
 
 
@@ -25,7 +25,7 @@ def _positive(name: str, sizes: Any) -> Any:
         raise ValueError(f"{name}={sizes!r} must be positive: it counts parameters or tokens")
     return sizes
 
-
+# %% ../../nbs/22c_laws.ipynb #b22c006
 class Law(NamedTuple):
     """L(N, D) = E + A / N**a + B / D**b, for N parameters and D tokens.
 
@@ -74,7 +74,7 @@ def _solve(terms: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
     coefficients = found[..., 0] / scale[:, 0]
     return coefficients, np.where((coefficients >= 0).all(1), errors.sum(1), np.inf)
 
-
+# %% ../../nbs/22c_laws.ipynb #b22cgrid
 def _as_law(E: float, A: float, B: float, exponents: np.ndarray) -> Law:
     a, b = map(float, exponents)
     return Law(float(E), float(A), a, float(B), b)
@@ -104,7 +104,7 @@ def _best_on_grid(
     free = float(errors[best]), _as_law(E, A, B, pairs[best])
     return min(found, free)  # where E would be negative, 0 is the best that is allowed
 
-# %% ../../nbs/22c_laws.ipynb #b22c011
+# %% ../../nbs/22c_laws.ipynb #b22cruns
 EXPONENTS = (0.05, 2.0)  # where the fit looks for a and b
 
 
@@ -118,7 +118,7 @@ def _differ(runs: np.ndarray) -> bool:
     """Whether the runs have more than one N, and more than one D."""
     return all(len(np.unique(sizes)) > 1 for sizes in runs.T[:2])
 
-
+# %% ../../nbs/22c_laws.ipynb #b22c011
 def fit_law(
     N: Sequence[float], D: Sequence[float], losses: Sequence[float], *, floor: float | None = None
 ) -> Law:
@@ -166,14 +166,14 @@ def bootstrap_laws(
     """Laws fitted to runs that are drawn from these with replacement.
 
     Samples with fewer than six different runs are drawn again. ValueError for fewer than six runs,
-    and as `fit_law`.
+    and for what `fit_law` refuses.
     """
     check_sizes(repeats=repeats)
     check_sizes(0, seed=seed)
     runs = _runs(N, D, losses)
     if len(runs) < _FEWEST:
         raise ValueError(f"{len(runs)} runs: give at least {_FEWEST} to draw from")
-    fit_law(*runs.T, floor=floor)  # refuses what can't be fitted
+    fit_law(*runs.T, floor=floor)  # raises the ValueErrors of a fit
     rng = np.random.default_rng(seed)
     laws: list[Law] = []
     while len(laws) < repeats:
@@ -182,7 +182,7 @@ def bootstrap_laws(
             laws.append(fit_law(*runs[drawn].T, floor=floor))
     return laws
 
-
+# %% ../../nbs/22c_laws.ipynb #b22cinterval
 def interval(values: Sequence[float], level: float = 0.9) -> tuple[float, float]:
     """The middle `level` of some values, from its lower to its upper end; ValueError for none."""
     check_numbers("(0, 1)", level=level)

@@ -42,7 +42,7 @@ from llm_course.training.sources import (
 
 # %% ../../nbs/22b_sweep.ipynb #b22b008
 def as_options(settings: Mapping[str, Any]) -> list[str]:
-    """The options of `llm-course train` that say the same as flat `settings`.
+    """Flat `settings` as options of `llm-course train`.
 
     ValueError for a value that YAML knows and an option doesn't, such as a date.
     """
@@ -80,7 +80,7 @@ class Point:
         """The name of the run's folder."""
         return Path(self.config.run_dir).name
 
-
+# %% ../../nbs/22b_sweep.ipynb #b22bname
 def point_name(settings: Mapping[str, Any]) -> str:
     """The name of a run with these settings, without characters that a folder can't have.
 
@@ -126,7 +126,7 @@ def _axes(grid: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
         axes.append([(key, value) for value in values])
     return axes
 
-# %% ../../nbs/22b_sweep.ipynb #b22b015
+# %% ../../nbs/22b_sweep.ipynb #b22binfile
 _QUIET = {"logging.progress": False, "logging.tensorboard": False, "logging.level": "warning"}
 
 
@@ -141,7 +141,7 @@ _NOT_HERE = {
 
 @contextmanager
 def _in_file(path: Path) -> Iterator[None]:
-    """Put the file before the words of a refusal."""
+    """Name the file at the beginning of each error message."""
     try:
         yield
     except RecursionError:
@@ -149,6 +149,29 @@ def _in_file(path: Path) -> Iterator[None]:
     except (ValueError, OverflowError, yaml.YAMLError) as error:
         words = str(error).removeprefix("command line: ").removeprefix(f"{path}: ")
         raise ValueError(f"{path}: {words}") from None
+
+
+def _checked(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The options of a run, with `config` relative to `folder`; ValueError for `_NOT_HERE`."""
+    for key in options:
+        if why := _NOT_HERE.get(key.replace("-", "_")):
+            raise ValueError(f"{key} {why}")
+    if "config" in options:
+        file = options["config"]
+        if not isinstance(file, str):
+            raise ValueError(f"config={file!r} must be the path of one file")
+        options["config"] = str(folder / file)
+    return options
+
+# %% ../../nbs/22b_sweep.ipynb #b22b015
+def _combinations(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The settings of each run: every point with every combination of the grid."""
+    axes = _axes(parts["grid"])
+    for point in map(flatten, parts["points"] or [{}]):
+        for chosen in map(dict, itertools.product(*axes)):
+            if both := sorted(point.keys() & chosen.keys()):
+                raise ValueError(f"{both[0]} is in points and in grid: keep one of them")
+            yield point | chosen
 
 
 def read_sweep(path: str | Path, folder: str | Path) -> list[Point]:
@@ -171,30 +194,7 @@ def read_sweep(path: str | Path, folder: str | Path) -> list[Point]:
             points[name] = Point(settings, config)
     return list(points.values())
 
-
-def _combinations(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The settings of each run: every point with every combination of the grid."""
-    axes = _axes(parts["grid"])
-    for point in map(flatten, parts["points"] or [{}]):
-        for chosen in map(dict, itertools.product(*axes)):
-            if both := sorted(point.keys() & chosen.keys()):
-                raise ValueError(f"{both[0]} is in points and in grid: keep one of them")
-            yield point | chosen
-
-
-def _checked(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The options of a run, with `config` relative to `folder`; ValueError for `_NOT_HERE`."""
-    for key in options:
-        if why := _NOT_HERE.get(key.replace("-", "_")):
-            raise ValueError(f"{key} {why}")
-    if "config" in options:
-        file = options["config"]
-        if not isinstance(file, str):
-            raise ValueError(f"config={file!r} must be the path of one file")
-        options["config"] = str(folder / file)
-    return options
-
-# %% ../../nbs/22b_sweep.ipynb #b22b018
+# %% ../../nbs/22b_sweep.ipynb #b22bborrow
 def _borrow_text(config: Config) -> None:
     """Link the prepared text of another run of the sweep with the same data settings, if any."""
     own = Path(config.run_dir)
@@ -210,17 +210,17 @@ def _borrow_text(config: Config) -> None:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """The time of all steps, without validation, also of a run that was resumed."""
+    """The time of all steps, without validation; a resumed run counts all of its parts."""
     timed = [row for row in rows if "step_seconds" in row]
     steps = [0, *(row["step"] for row in timed)]
     counts = (after - before for before, after in itertools.pairwise(steps))
     return sum(n * row["step_seconds"] for n, row in zip(counts, timed, strict=True))
 
-
+# %% ../../nbs/22b_sweep.ipynb #b22b018
 def run_point(point: Point) -> dict[str, Any] | None:
-    """Train one run, or the rest of it, and return its row; None where a signal has stopped it.
+    """Train one run, or the rest of it, and return its row; None if a signal has stopped it.
 
-    ValueError as `train_worker`.
+    ValueError for what `train_worker` refuses.
     """
     config = point.config
     _borrow_text(config)
@@ -235,7 +235,7 @@ def run_point(point: Point) -> dict[str, Any] | None:
     last = {key: rows[-1][key] for key in ("step", "targets", "loss")}
     return start | last | result.metrics | {"seconds": round(_seconds(rows), 3)}
 
-# %% ../../nbs/22b_sweep.ipynb #b22b020
+# %% ../../nbs/22b_sweep.ipynb #b22bworker
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -257,7 +257,7 @@ def _one_thread() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
 
-
+# %% ../../nbs/22b_sweep.ipynb #b22b020
 def _finished(points: Sequence[Point], workers: int) -> Iterator[dict[str, Any] | None]:
     """Train all points, and yield their rows as they come."""
     if workers == 1:
@@ -273,7 +273,7 @@ def _finished(points: Sequence[Point], workers: int) -> Iterator[dict[str, Any] 
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-# %% ../../nbs/22b_sweep.ipynb #b22b022
+# %% ../../nbs/22b_sweep.ipynb #b22bresults
 def _check_unchanged(point: Point) -> None:
     """ValueError if a finished run was trained with other settings than it would be now."""
     file = Path(point.config.run_dir, "config.yaml")
@@ -311,7 +311,7 @@ def read_results(folder: str | Path) -> list[dict[str, Any]]:
         rows.append(row)
     return rows
 
-
+# %% ../../nbs/22b_sweep.ipynb #b22b022
 def run_sweep(
     points: Sequence[Point],
     folder: str | Path,
@@ -321,9 +321,10 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """Train the points that aren't finished, and return the row of every one, in their order.
 
-    `results.jsonl` in `folder` holds the rows, also of a sweep that was stopped. `tell` is called
-    with a line after each run. KeyboardInterrupt where a signal has stopped a run. ValueError for
-    `workers` below 1, where a finished run had other settings, and as `train_worker`.
+    `results.jsonl` in `folder` holds the rows of finished runs, even if the sweep was stopped.
+    `tell` is called with a line after each run. KeyboardInterrupt if a signal has stopped a run.
+    ValueError for `workers` below 1, for a finished run that had other settings, and for what
+    `train_worker` refuses.
     """
     check_sizes(workers=workers)
     rows = {row["name"]: row for row in read_results(folder)}
@@ -342,7 +343,7 @@ def run_sweep(
         tell(f"{row['name']}: {outcome}")
     return [rows[point.name] for point in points]
 
-# %% ../../nbs/22b_sweep.ipynb #b22b025
+# %% ../../nbs/22b_sweep.ipynb #b22btable
 def _cell(value: Any) -> str:
     if value is None:
         return ""
@@ -362,12 +363,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         for line in lines
     )
 
-
+# %% ../../nbs/22b_sweep.ipynb #b22b025
 def sweep_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course sweep FILE`: train every run that a file describes, and print a table.
 
-    Type the same command again to go on. Returns the exit status. ValueError as `read_sweep` and
-    `run_sweep`.
+    Type the same command again to go on. Returns the exit status. ValueError for what `read_sweep`
+    and `run_sweep` refuse.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course sweep",
