@@ -139,7 +139,7 @@ def show_gains(measured: Mapping[str, Mapping[int, float]]) -> None:
     plt.ylim(0, 1.1 * max(2, *(gain for found in measured.values() for gain in found.values())))
     plt.xlabel("tokens in each process and step")
     plt.ylabel("speed of two over one")
-    plt.legend(fontsize=8)
+    plt.legend(fontsize=8, ncol=2, loc="lower left")
     plt.title("Two processes on this machine", fontsize=10)
     plt.tight_layout()
     plt.show()
