@@ -48,6 +48,7 @@ html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_extra_path = ["index.html"]  # leads to docs/index.html
 # MathJax comes from a package, since a reader may have no network
 MATHJAX = Path(importlib.util.find_spec("sphinx-mathjax-offline").origin).parent
+html_favicon = "static/favicon.svg"
 html_static_path = ["static", str(MATHJAX / "static")]
 html_css_files = ["site.css"]
 mathjax_path = "mathjax/tex-chtml.js"

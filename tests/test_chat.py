@@ -359,9 +359,14 @@ def test_a_gguf_file_leaves_the_tokenizer_of_another_run_alone(run, capsys):
 
 @needs_smollm2
 def test_smollm2_answers(capsys):
-    words = ["--prompt", "The capital of France is", "--max-new-tokens", "8"]
-    assert cli(["chat", "--model", "smollm2", *words]) == 0
-    assert "Paris" in capsys.readouterr().out
+    """As the page on chat shows it: with our default, as a text, and with its own introduction."""
+    words = ["--model", "smollm2", "--prompt", "The capital of France is", "--max-new-tokens", "8"]
+    assert cli(["chat", *words]) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\n"
+    assert cli(["generate", *words, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("The capital of France is Paris.\n\nThe")
+    assert cli(["chat", *words, "--system", ""]) == 0
+    assert capsys.readouterr().out.startswith("L'aujourcé")
 
 
 @needs_smollm2

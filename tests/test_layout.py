@@ -45,7 +45,6 @@ WHOLE = {
     "BPETokenizer",
     "TokenFile",
     "DecoderModel",
-    "Muon",
     "Pipeline",
 }
 WHOLE_LINES = 65
@@ -263,9 +262,9 @@ def test_planted_cell():
     assert len(cell_faults(page("#| export\n" + "x = 1\n" * (CELL_LINES + 1)))) == 1
     assert cell_faults(page("x = 1\n" * 100)) == []
     longer = "    x = 1\n" * (CELL_LINES + 1)
-    assert cell_faults(page("#| export\nclass Muon:\n" + longer)) == []
+    assert cell_faults(page("#| export\nclass DecoderModel:\n" + longer)) == []
     assert len(cell_faults(page("#| export\nclass Other:\n" + longer))) == 1
-    assert len(cell_faults(page("#| export\nclass Muon:\n" + 2 * longer))) == 1
+    assert len(cell_faults(page("#| export\nclass DecoderModel:\n" + 2 * longer))) == 1
     documented = "def f():\n" + '    """\n' + "    a line\n" * 100 + '    """\n'
     assert cell_faults(page("#| export\n" + documented)) == []
     assert cell_faults(page("#| export\nPRESETS = {\n" + "    1: 1,\n" * 100 + "}")) == []

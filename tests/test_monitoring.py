@@ -288,7 +288,7 @@ def test_estimate_says_whose_memory_it_is(capsys, monkeypatch):
     monkeypatch.setattr(estimate, "estimate_run", lambda config: cost)
     for device, words in (
         ("cuda", "tensors on the accelerator alone"),
-        ("cpu", "with what PyTorch itself takes"),
+        ("cpu", "PyTorch itself included"),
     ):
         monkeypatch.setattr(
             estimate, "resolve_device", lambda _, device=device: torch.device(device)

@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from llm_course.pages import larger
 from llm_course.pages import scaling as page
-from llm_course.text.stories import is_held_out, read_story
+from llm_course.pages.storyteller import load_storyteller
+from llm_course.text.stories import is_held_out, read_story, write_story
 from llm_course.training.config import Config
 from llm_course.training.scaling import (
     Law,
@@ -15,6 +17,7 @@ from llm_course.training.scaling import (
     interval,
     slice_minimum,
 )
+from llm_course.training.scoring import Scorer
 
 PLANTED = Law(E=0.5, A=400.0, a=0.7, B=900.0, b=0.45)
 N = np.geomspace(1e4, 1e6, 6).repeat(3)
@@ -274,3 +277,43 @@ def test_the_steps_to_a_loss_are_those_of_the_best_rate(monkeypatch):
     monkeypatch.setattr(page, "record", lambda: {"batches": rows})
     assert page.steps_to(3.0) == pytest.approx({512: 15.0})  # halfway from 4 to 2
     assert page.steps_to(3.25) == pytest.approx({256: 26.25, 512: 13.75})
+
+
+# ------------------------------------------------------------------------------ larger runs
+
+
+def test_the_larger_runs_are_comparable_with_the_first():
+    for row in [*larger.record()["law"], larger.record()["again"]]:
+        assert row["floor"] == page.record()["floor"]
+        assert 6 * row["N"] * row["D"] == pytest.approx(row["budget"], rel=0.01)
+    for row in larger.record()["sizes"]:
+        assert row["D"] == 49_152_000 and row["above"][1] > 0
+
+
+def test_stories_prepared_once_are_read_from_their_beginnings(tmp_path):
+    _, tokenizer = load_storyteller()
+    tokenizer.save(tmp_path)
+    texts = [write_story("easy", index=index) for index in range(12)]
+    ids = [i for text in texts for i in [*tokenizer.encode(text), tokenizer.eos_token_id]]
+    for split in larger.SPLITS:
+        np.save(tmp_path / f"{split}.npy", np.array(ids, np.uint16))
+    data = larger.PreparedStories(tmp_path, level="easy", sequence_length=64, batch_size=2)
+    data.prepare_data()
+    data.setup()
+    assert len(data.train_dataset) == (len(ids) - 1) // 64
+    assert data.val_dataset.rows.shape == (11, 65)  # the first has no separator in front
+    for row, text in zip(data.val_dataset.rows, texts[1:], strict=True):
+        assert row[0] == tokenizer.eos_token_id and text.startswith(tokenizer.decode(row[1:]))
+    assert 0.3 < data.floor < math.log(tokenizer.vocab_size)
+
+
+def test_the_shares_of_all_kinds_are_the_whole_loss():
+    model, tokenizer = load_storyteller()
+    texts = [write_story("easy", seed=5, index=index) for index in range(2)]
+    shares = larger.shares_by_kind(model, tokenizer, texts, "easy")
+    [first, second] = Scorer(model, tokenizer).document_scores(texts)
+    bits = -(first.log_prob + second.log_prob) / math.log(2) / sum(map(len, texts))
+    assert sum(one.floor + one.above for one in shares.values()) == pytest.approx(bits, rel=1e-5)
+    assert shares["name, known"].floor == shares["fixed"].floor == 0
+    fewer = larger.shares_by_kind(model, tokenizer, texts, "easy", most=300)
+    assert sum(one.tokens for one in fewer.values()) < sum(one.tokens for one in shares.values())

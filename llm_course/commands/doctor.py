@@ -43,13 +43,13 @@ def _steps(
     for name, parameter in after.items():
         # stored like its parameter
         parameter.grad = torch.empty_like(parameter).copy_(gradients[name])
-    # Adam's usual step divides a gradient by its own size, and would blow up noise; a large epsilon
-    # runs the same kernels. The step is large beside the rounding of a weight.
+    # AdamW's usual step divides a gradient by its own size, and would blow up noise; with a large
+    # epsilon, the same kernels don't. The step is much larger than a weight's rounding.
     torch.optim.AdamW(after.values(), lr=1e3, eps=1.0, weight_decay=0.0).step()
     layout = ", stored by columns" if by_columns else ""
     return {f"{name}{layout}": after[name] - parameter for name, parameter in before.items()}
 
-
+# %% ../../nbs/19f_doctor.ipynb #19fs011
 def _training_step(model: DecoderModel, ids: Tensor) -> dict[str, dict[str, Tensor]]:
     """Logits, loss, gradients and steps of AdamW, brought to the CPU in float64."""
     batch = shift(ids)
@@ -101,12 +101,12 @@ def check_device(
     each gradient and of each AdamW update, divided by the largest number on the CPU: about 1e-6 for
     a sound device, infinity for NaN. A RuntimeWarning names the worst one above `tolerance`. AdamW
     steps on matrices stored by rows, and again by columns. Some faults show only in large shapes:
-    pass the `config`, `batch_size` and `sequence_length` of your run. Where TF32 (float32 with
-    fewer digits) or the like is on, raise `tolerance`. With experts, a near tie in a router may
-    send a token elsewhere, and a sound device looks broken: check without experts. The global
-    random state is left alone. ValueError for sizes below 1, for a length beyond the positions of
-    `config`, and for a tolerance that is not positive and finite; PyTorch's own error where there
-    is no such `device`.
+    pass the `config`, `batch_size` and `sequence_length` of your run. With TF32 (float32 with fewer
+    digits), raise `tolerance`. With experts, a near tie in a router may send a token to another
+    expert, and a sound device looks broken: check without experts. The global random state is left
+    alone. ValueError for sizes below 1, for a length beyond the positions of `config`, and for a
+    tolerance that is not positive and finite; PyTorch's own error for a `device` that it doesn't
+    find.
     """
     batch_size, T = check_sizes(batch_size=batch_size, sequence_length=sequence_length)
     check_numbers("(0, inf)", hint="1e-3 is usual", tolerance=tolerance)
@@ -127,7 +127,7 @@ def check_device(
     if differences[worst] > tolerance:
         wrong = sum(difference > tolerance for difference in differences.values())
         warnings.warn(
-            f"{device} does not compute what the CPU computes: {worst} differs by"
+            f"{device} disagrees with the CPU: {worst} differs by"
             f" {differences[worst]:.1e} of its largest number (tolerance {tolerance:.0e}), and"
             f" {wrong} of {len(differences)} results are off. Do not train on it: update PyTorch"
             " and the driver, or choose another device",
@@ -170,7 +170,7 @@ def _one_step(device: torch.device) -> tuple[str, bool]:
 def doctor_command(argv: Sequence[str] | None = None) -> int:
     """`llm-course doctor`: print what this machine has, and whether it computes correctly.
 
-    Returns the exit status: 0, or 1 where it does not. ValueError for an unknown device.
+    Returns the exit status: 0, or 1 if it doesn't. ValueError for an unknown device.
     """
     parser = argparse.ArgumentParser(
         prog="llm-course doctor", description="Check the environment of a training run."
@@ -178,25 +178,16 @@ def doctor_command(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="the device to check (default: auto)")
     device = resolve_device(parser.parse_args(sys.argv[1:] if argv is None else argv).device)
     print(f"python     {platform.python_version()} on {platform.platform()}")
-    print(
-        f"torch      {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} processors"
-    )
+    print(f"torch      {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} cores")
     print(f"device     {device}")
     for where in dict.fromkeys((torch.device("cpu"), device)):
-        speeds = {
-            name: matmul_flops(where, kind) / 1e9
-            for name, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        }
+        fp32, bf16 = (matmul_flops(where, dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16))
         advice = (
-            "bf16 pays"
+            "it has bf16 of its own"
             if computes_in_bf16(where)
-            else "bf16 does not pay: training.precision=auto takes fp32"
+            else "no bf16 of its own: training.precision=auto takes fp32"
         )
-        print(
-            "products  "
-            f" {', '.join(f'{name} {speed:,.0f} GFLOP/s' for name, speed in speeds.items())} on"
-            f" {where}; {advice}"
-        )
+        print(f"matmul     fp32 {fp32:,.0f}, bf16 {bf16:,.0f} GFLOP/s on {where}; {advice}")
     compiler, compiles_right = _compiler()
     print(f"compiler   {compiler}")
     step, computes_right = _one_step(device)

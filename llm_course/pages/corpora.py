@@ -125,7 +125,7 @@ def plot_split_shares(seeds: Iterable[int] = range(4)) -> dict[str, float]:
     plt.gca().invert_yaxis()
     plt.xlim(0, 112)
     plt.xlabel("share of the validation text that was in training (%)")
-    plt.title("What is dealt out decides how much leaks (four splits each)", fontsize=10)
+    plt.title("What you split by decides how much leaks (four splits each)", fontsize=10)
     plt.show()
     return shares
 

@@ -328,6 +328,32 @@ def show_range(gradients: Tensor, scale: float) -> None:
     plt.show()
 
 
+def show_scale_errors(exponents: Sequence[int], errors: Mapping[str, Sequence[float]]) -> None:
+    """The relative error of a gradient in 16 bits, over the exponent of the loss scale."""
+    plt.figure(figsize=(6, 2.6))
+    for (name, values), style in zip(errors.items(), ("o-", "s--"), strict=True):
+        plt.semilogy(exponents, values, style, ms=4, label=name)
+    plt.xlabel("scale: 2 to the power of")
+    plt.ylabel("relative error")
+    plt.legend(fontsize=8)
+    plt.title("Without a scale float16 loses the whole gradient")
+    plt.show()
+
+
+def show_scales(scales: Sequence[float], skipped: Sequence[int]) -> None:
+    """The loss scale after each step of a run; `skipped` are the steps that overflowed."""
+    plt.figure(figsize=(6, 2.6))
+    steps = range(1, 1 + len(scales))
+    plt.semilogy(steps, scales, base=2, drawstyle="steps-mid", label="scale after the step")
+    crosses = [scales[step - 1] for step in skipped]
+    plt.plot(skipped, crosses, "x", color="tab:red", label="skipped")
+    plt.xlabel("optimizer step")
+    plt.ylabel("scale")
+    plt.legend(fontsize=8)
+    plt.title("The scale halves until the gradients fit, then tries more")
+    plt.show()
+
+
 # ------------------------------------------------------------------------- a step, moment by moment
 
 
@@ -557,6 +583,46 @@ def show_run(record: Record) -> None:
     plt.ylabel("loss per word, nats")
     plt.legend()
     plt.title("A run with a validation every 20 steps")
+    plt.show()
+
+
+def show_seen(happened: Sequence[float], seen: Sequence[float]) -> None:
+    """The loss of each step of a run, and the part of it that a callback saw."""
+    plt.figure(figsize=(6, 2.5))
+    plt.plot(range(1, 1 + len(happened)), happened, "o-", ms=3, label="what happened")
+    plt.plot(range(1, 1 + len(seen)), seen, lw=6, alpha=0.4, label="what the last callback saw")
+    plt.xlabel("optimizer step")
+    plt.ylabel("loss per word, nats")
+    plt.gca().xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.legend(fontsize=8)
+    plt.title("A swallowed error: the run goes on, and nobody watches")
+    plt.show()
+
+
+def cosine(planned: int, *, steps: int, peak: float = 5e-3) -> list[float]:
+    """The learning rate of each of `steps` steps, along a cosine planned for `planned` steps."""
+    task = LanguageModelingTask(Config(optimization=OptimizationConfig(warmup_steps=0)))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    scheduler = task.build_scheduler(optimizer, max_steps=planned)
+    rates = []
+    for _ in range(steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def show_plans(rates: Mapping[int, Sequence[float]]) -> None:
+    """The learning rate of each step, for each number of steps that was planned."""
+    plt.figure(figsize=(6, 2.4))
+    for (planned, values), style in zip(rates.items(), ("s--", "o-"), strict=True):
+        plt.plot(range(1, 1 + len(values)), values, style, label=f"planned for {planned} steps")
+    plt.xlabel("optimizer step")
+    plt.ylabel("learning rate")
+    plt.ylim(0)
+    plt.gca().xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.legend(fontsize=8)
+    plt.title("Planned too short, the run ends at the lowest rate")
     plt.show()
 
 

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from llm_course.model.decoder import DecoderModel
 from llm_course.training.evaluation import Bin, Interval, bootstrap, compare
 from llm_course.training.evaluation_tasks import Item, Result
+from llm_course.training.scoring import Scorer
 
 
 @torch.no_grad()
@@ -23,6 +24,12 @@ def rounded(model: DecoderModel, *, bits: int) -> DecoderModel:
             scale = parameter.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / most
             parameter.copy_((parameter / scale).round() * scale)
     return found
+
+
+def picked(scorer: Scorer, item: Item) -> str:
+    """The choice that a model finds the likeliest."""
+    scores = scorer.log_likelihoods((item.context, choice) for choice in item.choices)
+    return max(zip(scores, item.choices, strict=True))[1]
 
 
 def show_choices(item: Item, log_probs: Sequence[float]) -> None:
@@ -74,6 +81,16 @@ def show_kinds(result: Result, chance: float) -> None:
     _, axes = plt.subplots(figsize=(7, 0.4 * len(result.by_kind) + 0.8))
     _bars(axes, result.by_kind, [chance] * len(result.by_kind))
     axes.set_xlabel("accuracy, with its 95% interval (red: a blind guess)")
+    plt.show()
+
+
+def show_differences(gaps: Mapping[str, Interval]) -> None:
+    """The difference between two models' accuracies, and its interval, for each name."""
+    _, axes = plt.subplots(figsize=(7, 0.5 * len(gaps) + 0.8))
+    axes.axvline(0, color="#8a8f98")
+    _bars(axes, gaps, [])
+    axes.set_xlim(-0.7, 0.3)
+    axes.set_xlabel("difference in accuracy, question by question, with its 95% interval")
     plt.show()
 
 

@@ -201,7 +201,7 @@ def draw_limits(machine: Machine, rows: int) -> None:
     plt.loglog(intensity(rows, width), rate / 1e9, "o", color="tab:orange", markersize=9)
     plt.subplot(1, 2, 2)
     plt.bar(["memory", "arithmetic"], [1e6 * reading, 1e6 * arithmetic], color="tab:orange")
-    plt.ylabel("microseconds at least")
+    plt.ylabel("least time (microseconds)")
     plt.suptitle(f"{rows} rows: the product waits for {slower}", fontsize=11)
     plt.show()
 

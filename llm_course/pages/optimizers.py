@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import matplotlib.pyplot as plt
 import torch
@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.pages.engine import Paragraphs, tiny_model, write
-from llm_course.training.optim import build_schedule
+from llm_course.training.config import OptimizationConfig
+from llm_course.training.optim import build_optimizer, build_schedule
 
 
 class Stepper(Protocol):
@@ -280,6 +281,90 @@ def draw_strengths(before: Tensor, after: Tensor) -> None:
         "The weak directions of a real gradient are lifted to the level of the strong ones",
         fontsize=10,
     )
+    plt.show()
+
+
+def race(
+    name: Literal["adamw", "muon"], lr: float, *, steps: int = 60
+) -> tuple[DecoderModel, list[float], list[float]]:
+    """Train the tiny model on stories with the optimizer `name`, along a cosine schedule.
+
+    Returns the model, the loss per word of each step, and how far each step moves attention's
+    output projection: a root mean square, relative to the learning rate.
+    """
+    config = OptimizationConfig(
+        optimizer=name, learning_rate=lr, warmup_steps=0, weight_decay=0.0, schedule="cosine"
+    )
+    sizes: list[float] = []
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(model, config)
+        weight = model.layers[0].self_attn.o_proj.weight
+        before = weight.detach().clone()
+
+        def note(*_: Any) -> None:
+            moved = (weight.detach() - before).square().mean().sqrt().item()
+            sizes.append(moved / optimizer.param_groups[0]["lr"])
+            before.copy_(weight.detach())
+
+        optimizer.register_step_post_hook(note)
+        return optimizer
+
+    model, losses = train_stories(make, steps=steps, schedule=config)
+    return model, losses, sizes
+
+
+def draw_race(rates: Sequence[float], ends: Mapping[str, Sequence[float]]) -> None:
+    """The loss at the end of each run, over the learning rate."""
+    plt.figure(figsize=(6, 2.7), layout="constrained")
+    for (name, values), style in zip(ends.items(), ("o-", "s--"), strict=True):
+        plt.semilogx(rates, values, style, label=name)
+    plt.minorticks_off()
+    plt.xticks(rates, [f"{rate:g}" for rate in rates])
+    plt.xlabel("learning rate")
+    plt.ylabel("loss per word at the end")
+    plt.legend(fontsize=8)
+    plt.title("Each optimizer has a best rate of its own", fontsize=10)
+    plt.show()
+
+
+def draw_sizes(sizes: Mapping[str, Sequence[float]]) -> None:
+    """How far each step of some runs moves a matrix, relative to the learning rate."""
+    plt.figure(figsize=(6, 2.5), layout="constrained")
+    for (name, values), style in zip(sizes.items(), STYLES, strict=False):
+        plt.plot(range(1, 1 + len(values)), values, style, label=name)
+    plt.xlabel("step")
+    plt.ylabel("step / learning rate")
+    plt.ylim(0, 1.05)
+    plt.legend(fontsize=8)
+    plt.title("AdamW's steps shrink, Muon's don't", fontsize=10)
+    plt.show()
+
+
+def draw_rounds(panels: Mapping[str, Callable[[Tensor], Tensor]], start: Tensor) -> None:
+    """What five rounds of each polynomial make of the singular values `start`."""
+    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.8), sharey=True, layout="constrained")
+    for ax, (name, polynomial) in zip(axes, panels.items(), strict=True):
+        values = [start]
+        for _ in range(5):
+            values.append(polynomial(values[-1]))
+        ax.plot(torch.stack(values), color="C0", lw=1)
+        ax.axhspan(0.65, 1.25, color="0.5", alpha=0.2)
+        ax.set(title=name, xlabel="round", xticks=range(6))
+    axes[0].set_ylabel("singular value")
+    figure.suptitle("Muon's polynomial lifts every value above 0.0015 in five rounds", fontsize=10)
+    plt.show()
+
+
+def draw_experts(moved: Mapping[str, Tensor]) -> None:
+    """How far each step moves each expert, relative to the learning rate."""
+    plt.figure(figsize=(6, 2.5), layout="constrained")
+    for (name, curve), style in zip(moved.items(), ("-", "--", "k:"), strict=True):
+        plt.plot(curve, style, label=name)
+    plt.xlabel("step")
+    plt.ylabel("step / learning rate")
+    plt.legend(loc="lower left", fontsize=8)
+    plt.title("An idle expert goes on for hundreds of steps", fontsize=10)
     plt.show()
 
 

@@ -20,7 +20,6 @@ from llm_course.model.config import ModelConfig
 from llm_course.text.batches import shift
 from llm_course.text.data import BaseDataModule, TextDataModule
 from llm_course.text.stories import read_story
-from llm_course.text.token_file import TokenFile
 from llm_course.training.config import Config, OptimizationConfig
 from llm_course.training.mup import MuPTask
 from llm_course.training.scaling import Law, slice_minimum
@@ -38,13 +37,12 @@ class Beginnings(Dataset):
     depend on. Documents that don't fill a row are left out.
     """
 
-    def __init__(self, tokens: TokenFile, sequence_length: int, *, num_rows: int):
-        ids = tokens[:].astype(np.int64)
-        ends = np.flatnonzero(ids == tokens.header["separator_id"])
+    def __init__(self, ids: np.ndarray, separator_id: int, sequence_length: int, *, num_rows: int):
+        ids = ids.astype(np.int64)
+        ends = np.flatnonzero(ids == separator_id)
         whole = [ids[a + 1 : b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
         self.documents = [one for one in whole if len(one) >= sequence_length][:num_rows]
-        separator = ids[ends[:1]]
-        rows = [np.concatenate([separator, one[:sequence_length]]) for one in self.documents]
+        rows = [np.concatenate([[separator_id], one[:sequence_length]]) for one in self.documents]
         self.rows = np.stack(rows)  # (N, T + 1)
 
     def __len__(self) -> int:
@@ -71,7 +69,12 @@ class StoryData(TextDataModule):
     def setup(self) -> None:
         super().setup()
         tokens = self.prepared.open_tokens("val", self.tokenizer)
-        self.val_dataset = Beginnings(tokens, self.sequence_length, num_rows=self.NUM_STORIES)
+        self.val_dataset = Beginnings(
+            tokens[:],
+            tokens.header["separator_id"],
+            self.sequence_length,
+            num_rows=self.NUM_STORIES,
+        )
 
     @cached_property
     def floor(self) -> float:

@@ -38,7 +38,7 @@ def _refuse_null_texts(section: str, part: Any) -> None:
 def _check_section(section: str, part: Any) -> None:
     """Check the fields of `part`, and convert them to plain types.
 
-    ValueError names a wrong one by its path.
+    The ValueError for a wrong field names it by its path.
     """
     check_fields(part, section)
     _refuse_null_texts(section, part)
@@ -412,9 +412,9 @@ Argument = str | bool | int | float | list[str | bool | int | float] | None
 class Config:
     """Everything that decides a run.
 
-    `config.yaml` in a run's folder holds all of it, and reproduces the run. Checked at
-    construction: ValueError names the key by its path (`ModelConfig` leaves out `model.`) and the
-    rule, and where two keys clash, the way out.
+    `config.yaml` in a run's folder holds all of it, and reproduces the run. It is checked at
+    construction: the ValueError names the key by its path (for a key of `ModelConfig`, without
+    `model.`), the rule and, where two keys clash, the way out.
 
     Attributes:
         run_dir: the folder that the run writes to, where ~ means your home folder; it must not hold

@@ -113,7 +113,7 @@ def initial_model(source: str, *, which: str = "latest") -> tuple[DecoderModel, 
     """The model that `init_from` names, in fp32, and the folder or GGUF file with its tokenizer.
 
     `source` is the folder of a run, of which the `latest` or the `best` checkpoint is taken, a
-    GGUF file, or a folder or a model id of Hugging Face. ValueError or FileNotFoundError where
+    GGUF file, or a Hugging Face folder or model id. ValueError or FileNotFoundError if
     there is none.
     """
     folder = Path(source).expanduser()
@@ -127,7 +127,7 @@ def initial_model(source: str, *, which: str = "latest") -> tuple[DecoderModel, 
 
 
 def tokenizer_of(place: Path) -> BaseTokenizer:
-    """The tokenizer in a folder or a GGUF file, the second that `initial_model` returns."""
+    """The tokenizer in a folder or a GGUF file, the place that `initial_model` returns."""
     return gguf_tokenizer(place) if place.is_file() else load_tokenizer(place)
 
 # %% ../../nbs/19l_folder.ipynb #19l20

@@ -72,23 +72,44 @@ def _nesterov(parameter: Tensor, state: dict[str, Any], momentum: float) -> Tens
     return gradient.lerp(buffer, momentum)
 
 
-def _fused_adamw(
+def _muon_step(
     parameters: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    steps: list[Tensor],
     group: dict[str, Any],
+    states: dict[Any, dict[str, Any]],
+    dtype: torch.dtype | None,
 ) -> None:
-    """One step of PyTorch's AdamW, with the settings of a parameter group."""
+    """Update the parameters of a muon group; `states` has the momentum of each."""
+    lr = group["lr"]
+    for alike in _stacks(parameters):
+        nesterov = []
+        for parameter in alike:
+            nesterov.append(_nesterov(parameter, states[parameter], group["momentum"]))
+        kind = dtype or muon_dtype(alike[0].device)
+        if len(nesterov) > 1:
+            updates = newton_schulz(torch.stack(nesterov), dtype=kind)
+        else:
+            updates = newton_schulz(nesterov[0], dtype=kind)[None]
+        for parameter, update in zip(alike, updates, strict=True):
+            parameter.mul_(1 - lr * group["weight_decay"])
+            parameter.add_(update, alpha=-lr * 0.2 * max(parameter.shape[-2:]) ** 0.5)
+
+# %% ../../nbs/13c_muon.ipynb #d13c0007
+def _adamw_step(
+    parameters: list[Tensor], group: dict[str, Any], states: dict[Any, dict[str, Any]]
+) -> None:
+    """One step of PyTorch's AdamW; `states` has the moments of each parameter."""
+    for parameter in parameters:
+        if not states[parameter]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            states[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
     beta1, beta2 = group["betas"]
     adamw(
         parameters,
-        gradients,
-        means,
-        squares,
+        [p.grad for p in parameters if p.grad is not None],
+        [states[p]["exp_avg"] for p in parameters],
+        [states[p]["exp_avg_sq"] for p in parameters],
         [],
-        steps,
+        [states[p]["step"] for p in parameters],
         fused=group["fused"],
         amsgrad=False,
         beta1=beta1,
@@ -181,32 +202,8 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            (self._muon_step if group["muon"] else self._adamw_step)(parameters, group)
-        return loss
-
-    def _muon_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        lr = group["lr"]
-        momentum = group["momentum"]
-        for alike in _stacks(parameters):
-            dtype = self.dtype or muon_dtype(alike[0].device)
-            nesterov = []
-            for parameter in alike:
-                nesterov.append(_nesterov(parameter, self.state[parameter], momentum))
-            if len(nesterov) > 1:
-                updates = newton_schulz(torch.stack(nesterov), dtype=dtype)
+            if group["muon"]:
+                _muon_step(parameters, group, self.state, self.dtype)
             else:
-                updates = newton_schulz(nesterov[0], dtype=dtype)[None]
-            for parameter, update in zip(alike, updates, strict=True):
-                parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_(update, alpha=-lr * 0.2 * max(parameter.shape[-2:]) ** 0.5)
-
-    def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
-        means, squares, steps = (
-            [self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        _fused_adamw(parameters, gradients, means, squares, steps, group)
+                _adamw_step(parameters, group, self.state)
+        return loss

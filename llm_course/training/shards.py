@@ -26,7 +26,7 @@ from llm_course.training.checkpointing import (
 
 # %% ../../nbs/18c_shards.ipynb #p18cread
 def write_shards(tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Write tensors as a DCP folder. ValueError if it holds something already."""
+    """Write tensors as a DCP folder. ValueError if the folder isn't empty."""
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose a new folder for the shards")
@@ -36,10 +36,10 @@ def write_shards(tensors: dict[str, Tensor], folder: str | Path) -> None:
 
 
 def read_shards(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a DCP folder, whole and by name, however many processes have written it.
+    """All tensors of a DCP folder, whole and by name, no matter how many processes wrote it.
 
-    PyTorch unpickles `.metadata`, which can run any code: read only what you trust. ValueError
-    where the folder holds no metadata.
+    PyTorch unpickles `.metadata`, which can run any code: read only folders that you trust.
+    ValueError if the folder has no `.metadata`.
     """
     if not Path(folder, ".metadata").is_file():
         raise ValueError(
@@ -61,8 +61,9 @@ _TREE = "state_json"
 
 
 def to_shards(checkpoint: str | Path, folder: str | Path) -> None:
-    """Write the state in a checkpoint folder as a DCP folder: weights are called `model.` and
-    their name. ValueError if it is no checkpoint.
+    """Write the state in a checkpoint folder as a DCP folder.
+
+    Weights get the prefix `model.`. ValueError if `checkpoint` isn't a checkpoint.
     """
     tree, tensors = split_tensors(load_checkpoint(checkpoint))
     text = bytearray(json.dumps(tree).encode())
@@ -70,14 +71,15 @@ def to_shards(checkpoint: str | Path, folder: str | Path) -> None:
 
 
 def state_of_shards(folder: str | Path) -> dict[str, Any]:
-    """The state that `to_shards` has written; see `read_shards` for whom to trust. ValueError for
-    a folder of another origin.
+    """The state that `to_shards` has written; as with `read_shards`, read only what you trust.
+
+    ValueError if the folder holds tensors, but not the state of a run.
     """
     tensors = read_shards(folder)
     if _TREE not in tensors:
         raise ValueError(
-            f"{folder} holds tensors but no state of a run: take its weights by read_shards, and"
-            " begin a new run with them"
+            f"{folder} holds tensors but no state of a run: read its weights with read_shards, and"
+            " begin a new run from them"
         )
     tree = json.loads(bytes(tensors.pop(_TREE).tolist()))
     state = join_tensors(tree, tensors)
@@ -87,6 +89,6 @@ def state_of_shards(folder: str | Path) -> dict[str, Any]:
 
 
 def from_shards(folder: str | Path, manager: CheckpointManager) -> Path:
-    """Save what `to_shards` has written as a checkpoint again; returns its folder."""
+    """Save the state that `to_shards` has written as a checkpoint; returns its folder."""
     state = state_of_shards(folder)
     return manager.save(state, step=state["state"]["step"])

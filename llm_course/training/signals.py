@@ -24,7 +24,7 @@ class GracefulStop(Callback):
     def on_train_start(self, engine: TrainingEngine) -> None:
         def ask_to_stop(number: int, frame: FrameType | None) -> None:
             for either in self.SIGNALS:
-                # a second request means it: KeyboardInterrupt
+                # the second signal is urgent: KeyboardInterrupt
                 signal.signal(either, signal.default_int_handler)
             engine.stop(signal.Signals(number).name)
 

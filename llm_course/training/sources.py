@@ -23,22 +23,10 @@ from ..checks import fits_type, in_range, plain, range_in_words, type_in_words
 from ..files import write_text
 from .config import NULLS, Config
 
-# %% ../../nbs/12b_config_sources.ipynb #merge01
+# %% ../../nbs/12b_config_sources.ipynb #70340867
 Setting = tuple[str, Any]  # a key by its path, such as training.max_steps, and its value
 
 
-def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
-    """The value of each key; the last setting of a key wins."""
-    merged: dict[str, Any] = {}
-    for key, value in settings:
-        # null replaces the keys of a nested value, and they replace null
-        for other in [other for other in merged if f"{other}.".startswith(f"{key}.")]:
-            del merged[other]
-        merged.pop(key.rpartition(".")[0], None)
-        merged[key] = value
-    return merged
-
-# %% ../../nbs/12b_config_sources.ipynb #70340867
 def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The leaves of a nested mapping by their paths: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
@@ -108,7 +96,7 @@ _OURS = {theirs: key for key, names in _ELSEWHERE.items() for theirs in names.sp
 
 
 def _nearest(name: str) -> str:
-    """The end of a refusal: the keys that `name` may have meant."""
+    """The end of an error message: the keys that `name` may have meant."""
     leaf = name.rpartition(".")[2]
     leaves = dict[str, list[str]]()
     for key in KEY_TYPES:
@@ -154,7 +142,7 @@ class StrictLoader(yaml.SafeLoader):
         if ":" in node.value or re.match(r"[-+]?0[0-9_]", node.value):
             raise ValueError(
                 f"{node.value} is {number} in YAML; write {number} if you mean that, or quotes for"
-                " a text"
+                " a string"
             )
         float(number)  # OverflowError where it is too large
         return number
@@ -166,7 +154,7 @@ for _tag in ("int", "float"):
 # %% ../../nbs/12b_config_sources.ipynb #at01
 @contextmanager
 def _at(place: str) -> Iterator[None]:
-    """Put the place before the words of every refusal inside, which becomes a ValueError."""
+    """Turn every error inside into a ValueError whose message begins with the place."""
     try:
         yield
     except RecursionError:
@@ -181,12 +169,12 @@ def _at(place: str) -> Iterator[None]:
 def _checked(key: str, value: Any, shown: Any) -> Any:
     """`value` as the field of `key` holds it.
 
-    ValueError if it doesn't fit; `shown` is what was written, for the message.
+    ValueError if it doesn't fit; `shown` is the value as it was written, for the message.
     """
     field = _FIELDS[_ALIASES.get(key, key)]
     if float in _options(key) and isinstance(value, str | int) and not isinstance(value, bool):
         with suppress(ValueError):
-            value = float(value)  # 5e-4 is a text by YAML's rules
+            value = float(value)  # by YAML's rules 5e-4 is a string
     if not fits_type(value, field.type):
         hint = ""
         if str in _options(key):
@@ -201,7 +189,7 @@ def _checked(key: str, value: Any, shown: Any) -> Any:
 
 # %% ../../nbs/12b_config_sources.ipynb #text01
 def _from_text(key: str, text: str) -> list[Setting]:
-    """What a word, a variable or a quoted text says about `key`."""
+    """The settings in a string given for `key`: an argument, a variable, or quoted in a file."""
     _check_key(key)
     if key in SECTIONS:
         first = next(other for other in KEY_TYPES if other.startswith(f"{key}."))
@@ -212,7 +200,7 @@ def _from_text(key: str, text: str) -> list[Setting]:
     value: Any = text
     is_list = text.startswith("[") and any(get_origin(option) is list for option in options)
     if is_list or str not in options:
-        with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a text
+        with _at(key), suppress(yaml.YAMLError):  # what isn't YAML stays a string
             value = StrictLoader(text).get_single_data()
     if value is None and NoneType in options:
         raise ValueError(f"{key}={text!r} means null in YAML: write null if that's what you mean")
@@ -223,7 +211,7 @@ def _from_text(key: str, text: str) -> list[Setting]:
 
 
 def _from_value(key: str, value: Any, shown: Any) -> list[Setting]:
-    """What a value that YAML has read says about `key`."""
+    """The settings in a value that YAML has read for `key`."""
     _check_key(key)
     if key in SECTIONS:
         raise ValueError(f"{key}={shown} must hold keys and values of its own")
@@ -308,6 +296,18 @@ def _from_environment() -> list[Setting]:
     with _at("environment"):
         return _by_one_name(settings)
 
+# %% ../../nbs/12b_config_sources.ipynb #merge01
+def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
+    """The value of each key; the last setting of a key wins."""
+    merged: dict[str, Any] = {}
+    for key, value in settings:
+        # null replaces the keys of a nested value, and they replace null
+        for other in [other for other in merged if f"{other}.".startswith(f"{key}.")]:
+            del merged[other]
+        merged.pop(key.rpartition(".")[0], None)
+        merged[key] = value
+    return merged
+
 # %% ../../nbs/12b_config_sources.ipynb #91679e6b
 def _options_in(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The name and the value of each option: `--run-dir a` and `--run_dir=a` are the same."""
@@ -354,9 +354,9 @@ def _build(kind: Any, values: dict[str, Any], path: str = "") -> Any:
 def load_config(
     argv: Sequence[str], *, prog: str = "llm-course train", use_environment: bool = True
 ) -> tuple[Config, bool | str]:
-    """Read a run's configuration from the words of a command line.
+    """Read a run's configuration from the arguments of a command line.
 
-    Returns it, and what `--resume` says: whether to go on, or the path to go on from. The order is
+    Returns it, and `--resume`: whether to go on, or the path to go on from. The order is
     defaults < the file that `LLM_COURSE_CONFIG` names < `--config` files < environment variables
     such as `LLM_COURSE_TRAINING__MAX_STEPS` < command line. Of several files, and of an option that
     is given twice, the later wins. `--help` and `--print_config` print and raise SystemExit.
@@ -395,7 +395,7 @@ def load_config(
 
 # %% ../../nbs/12b_config_sources.ipynb #help01
 def _print_help(prog: str) -> None:
-    """Print what `--help` says: every key with its type, its default and its docstring's words."""
+    """Print what `--help` says: every key with its type, its default and its description."""
     from jsonargparse import ArgumentParser  # slow to import, and needed nowhere else
 
     parser = ArgumentParser(prog=prog, env_prefix="LLM_COURSE", default_env=True, print_config=None)
