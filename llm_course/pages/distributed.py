@@ -1,7 +1,7 @@
 """What the pages of chapter 15 draw."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -128,6 +128,23 @@ def gains(steps: Sequence[Step], kind: str) -> dict[int, float]:
     return {tokens: 2 * of["alone"] / of["together"] for tokens, of in fastest.items()}
 
 
+def show_gains(measured: Mapping[str, Mapping[int, float]]) -> None:
+    """The measured gains of two processes over one, by tokens in each, for each kind of second."""
+    plt.figure(figsize=(5, 2.6))
+    plt.axhline(2, color=GRAY, lw=1, ls=":", label="no cost at all")
+    plt.axhline(1, color=GRAY, lw=1, ls="--", label="one process")
+    for (kind, found), color in zip(measured.items(), (BLUE, ORANGE), strict=True):
+        plt.plot(list(found), list(found.values()), "o-", color=color, label=kind)
+    plt.xscale("log", base=2)
+    plt.ylim(0, 1.1 * max(2, *(gain for found in measured.values() for gain in found.values())))
+    plt.xlabel("tokens in each process and step")
+    plt.ylabel("speed of two over one")
+    plt.legend(fontsize=8, ncol=2, loc="lower left")
+    plt.title("Two processes on this machine", fontsize=10)
+    plt.tight_layout()
+    plt.show()
+
+
 def show_speedups(speedup: Callable[[int], float], processes: int) -> None:
     """The computed speed of `processes` over that of one, by tokens in each."""
     tokens = [2**k for k in range(8, 19)]
@@ -141,6 +158,35 @@ def show_speedups(speedup: Callable[[int], float], processes: int) -> None:
     plt.ylabel(f"speed of {processes} over one")
     plt.legend(fontsize=8)
     plt.title("More tokens hide the messages", fontsize=10)
+    plt.tight_layout()
+    plt.show()
+
+
+# ------------------------------------------------------------------------------ starting processes
+
+
+def show_attempts(made: Set[tuple[int, int, int]]) -> None:
+    """The steps that two ranks have begun, given as (attempt, step, rank), along time."""
+    plt.figure(figsize=(6.4, 2.2))
+    style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+    for attempt, step, rank in made:
+        place = step + 2 * attempt  # between the attempts everything is started again
+        waits = (attempt, step, 1 - rank) not in made
+        color = ORANGE if waits else BLUE
+        plt.barh(rank, 0.92, left=place - 0.46, height=0.6, color=color, alpha=0.5)
+        plt.text(place, rank, "waits" if waits else f"step {step}", **style)
+        if waits:
+            plt.text(place, 1 - rank, "killed", color=ORANGE, **style)
+            plt.text(place + 1, 0.5, "all start\nagain", **style)
+        elif step % 2 == 0:
+            plt.plot(place + 0.5, 0.5, "v", color=GRAY)
+    plt.plot([], [], "v", color=GRAY, label="checkpoint")
+    plt.yticks([0, 1], ["rank 0", "rank 1"])
+    plt.xticks([])
+    plt.ylim(1.6, -0.6)
+    plt.xlabel("time")
+    plt.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1.0), frameon=False)
+    plt.title("Step 5 is done again, steps 1 to 4 are not", fontsize=10)
     plt.tight_layout()
     plt.show()
 

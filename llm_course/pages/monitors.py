@@ -300,5 +300,5 @@ def show_estimates(seconds: Mapping[str, float]) -> None:
     plt.barh(list(seconds), list(seconds.values()), color=colors)
     plt.gca().invert_yaxis()
     plt.xlabel("seconds")
-    plt.title("Only an estimate that counts the validation comes near")
+    plt.title("Counting the validations matters most")
     plt.show()

@@ -19,6 +19,7 @@ from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.moe import Experts
 from llm_course.pages.engine import Paragraphs, tiny_model, told
+from llm_course.pages.launched import sign
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.training.config import (
     Config,
@@ -198,6 +199,14 @@ def time_steps(
         together = seconds_of_steps(pair, rows, repeats=repeats)
         runs.append({"tokens": 64 * rows, "alone": alone, "together": together})
     return runs
+
+
+def sign_and_time(folder: str, row_counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """What launched processes run: each leaves a file that says who it is, then `time_steps`."""
+    sign(folder)
+    torch.set_num_threads(1)
+    with DistributedManager(DistributedConfig(), device="cpu") as runtime:
+        return time_steps(runtime, row_counts=row_counts, repeats=repeats)
 
 
 # ---------------------------------------------------------------------------------------- sharding

@@ -180,6 +180,20 @@ class RunEstimate(NamedTuple):
         """
         return self.warm_up_seconds + (self.steps + self.validation_steps) * self.step_seconds
 
+
+def _fullest_process(config: Config) -> TrainingMemory:
+    """The tensors of the process that holds most."""
+    training = config.training
+    device = resolve_device(training.device)
+    precision = resolve_precision(training.precision, device)
+    memory = process_memory(
+        config,
+        config.distributed.world_size,
+        mixed_precision=precision != "fp32",
+        on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
+    )
+    return max(memory, key=lambda process: process.total)
+
 # %% ../../nbs/17d_cost.ipynb #c87a96fd
 def estimate_run(config: Config) -> RunEstimate:
     """What it will cost to train a language model with `config` on this machine.
@@ -198,14 +212,7 @@ def estimate_run(config: Config) -> RunEstimate:
     config = dataclasses.replace(config, model=model)
     processes = config.distributed.world_size
     world_size = processes // config.distributed.group_size(processes)  # that read different rows
-    device = resolve_device(training.device)
-    precision = resolve_precision(training.precision, device)
-    memory = process_memory(
-        config,
-        processes,
-        mixed_precision=precision != "fp32",
-        on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
-    )
+    memory = _fullest_process(config)
     train_rows, val_rows = _text_rows(config)
     steps = planned_steps(config, num_items=train_rows, world_size=world_size)
     step = first = measure_step(config)
@@ -219,7 +226,7 @@ def estimate_run(config: Config) -> RunEstimate:
     return RunEstimate(
         parameters=count_parameters(model),
         flops=flops_per_token(model, length).training,
-        memory=max(memory, key=lambda process: process.total),
+        memory=memory,
         process_bytes=step.process_bytes,
         step_seconds=step.seconds,
         steps=steps,

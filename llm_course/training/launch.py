@@ -37,7 +37,7 @@ def launch(
 
     When one process fails, the others are ended and its error is raised here. A RuntimeError, which
     may only mean that another process has gone, becomes the text of a new one; an error that pickle
-    cannot rebuild becomes an Exception with the same words. ValueError for a `world_size` below 1,
+    cannot rebuild becomes an Exception with the same text. ValueError for a `world_size` below 1,
     for a port that isn't free, and for a function or an argument that can't be pickled;
     RuntimeError outside the main thread, and where rank 0 ends without a result.
     """
@@ -158,7 +158,7 @@ def _run(
 
 def _sendable(error: BaseException) -> BaseException:
     try:
-        copy.copy(error)  # calls its class with its words, as unpickling will
+        copy.copy(error)  # calls its class with its arguments, as unpickling will
     except Exception:  # the class needs other arguments, for example
         return Exception(f"{type(error).__name__}: {error}")
     return error
