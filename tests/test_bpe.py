@@ -357,7 +357,7 @@ def test_texts_are_cut_at_special_tokens():
 
 @pytest.mark.parametrize("text", ["one text", b"one text"])
 def test_one_text_is_not_a_list_of_texts(text):
-    with pytest.raises(ValueError, match=f"not one {type(text).__name__}: .text."):
+    with pytest.raises(ValueError, match=f"not a single {type(text).__name__}: wrap it as .text."):
         list(between_special_tokens(text, []))
 
 

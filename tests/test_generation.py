@@ -542,7 +542,7 @@ def test_stop_tokens_may_come_in_any_collection():
     for stops in ({stop}, torch.tensor([stop]), (stop,)):
         assert generate(model, ids, max_new_tokens=9, stop_token_ids=stops).equal(expected)
     for wrong in (3, None, [3.7]):
-        with pytest.raises(ValueError, match="several whole numbers"):
+        with pytest.raises(ValueError, match="a list of whole numbers"):
             generate(model, ids, max_new_tokens=9, stop_token_ids=wrong)
 
 
@@ -596,7 +596,7 @@ def test_pad_left():
         with pytest.raises(ValueError, match="none empty"):
             pad_left(rows, 0)
     for rows, pad in (([[1.0], [2, 3]], 0), ([[1]], None), ([[1], [2, 3]], 1.5)):
-        with pytest.raises(ValueError, match="several whole numbers"):
+        with pytest.raises(ValueError, match="a list of whole numbers"):
             pad_left(rows, pad)
 
 

@@ -72,7 +72,8 @@ def test_the_short_path_takes_an_honest_twenty_hours():
     hours = sum(map(reading_minutes, pages)) / 60
     said = [int(hour) for hour in re.findall(r"\*\*short path\*\*, about (\d+) hours", contents)]
     said += [int(hour) for hour in re.findall(r"short path,\*\* about (\d+) hours", contents)]
-    assert hours <= 20 and said == [round(hours)] * 2, f"the short path takes {hours:.1f} hours"
+    assert len(said) == 2 and hours <= 20, f"the short path takes {hours:.1f} hours"
+    assert all(abs(hours - hour) < 0.7 for hour in said), f"not {said}: {hours:.1f} hours"
 
 
 def plan(columns: int, title: str) -> list[list[str]]:

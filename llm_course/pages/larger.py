@@ -42,7 +42,9 @@ class PreparedStories(StoryData):
     def setup(self) -> None:
         self.tokenizer = load_tokenizer(self.folder)
         self.vocab_size = self.tokenizer.vocab_size
-        train, val = (np.load(self.folder / f"{name}.npy", mmap_mode="r") for name in SPLITS)
+        train, val = (
+            np.lib.format.open_memmap(self.folder / f"{name}.npy", mode="r") for name in SPLITS
+        )
         self.train_dataset = PackedDataset(train, self.sequence_length)
         length = min(self.sequence_length, self.LONGEST)
         separator_id = self.tokenizer.eos_token_id

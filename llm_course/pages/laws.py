@@ -38,7 +38,7 @@ def descend(
         return value
 
     optimizer.param_groups[0].update(tolerance_grad=1e-12, tolerance_change=1e-14)
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)
     E, A, a, B, b = x.detach().tolist()
     return error().item(), Law(np.exp(E), np.exp(A), a, np.exp(B), b)
 
