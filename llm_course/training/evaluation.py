@@ -115,7 +115,7 @@ def compare(
 def questions_needed(
     difference: float, disagree: float, *, power: float = 0.8, confidence: float = 0.95
 ) -> int:
-    """How many questions reveal a `difference` in accuracy in a share `power` of all trials.
+    """How many questions it takes to find a `difference` in accuracy with probability `power`.
 
     `disagree` is the share of questions on which exactly one of the two models is right. The
     normal approximation to McNemar's test: n = ((z_confidence + z_power) * sd / difference)^2.
