@@ -406,7 +406,7 @@ def test_cached_decoding_with_padding_equals_the_full_pass(style):
 
 def test_what_does_not_go_with_a_cache():
     model = build()
-    with pytest.raises(ValueError, match="with a cache, position_ids that continue"):
+    with pytest.raises(ValueError, match="with a cache, position_ids must be given"):
         model(tokens(1, 2), cache=Cache())
     with pytest.raises(ValueError, match="document_ids must not"):
         model(tokens(1, 2), position_ids=torch.arange(2), document_ids=tokens(1, 2), cache=Cache())

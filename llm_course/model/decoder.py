@@ -253,7 +253,7 @@ def check_inputs(
     _check_ids("attention_mask", attention_mask, *([] if held is None else [(B, held + T)]))
     if cache is not None and (position_ids is None or document_ids is not None):
         raise ValueError(
-            "with a cache, position_ids that continue after the cached tokens must be given, and"
+            "with a cache, position_ids must be given, continuing after the cached tokens, and"
             " document_ids must not be given"
         )
     if logits_to_keep is not None:
