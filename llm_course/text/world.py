@@ -113,7 +113,7 @@ class World(Situation):
                 person.beliefs[thing] = where
 
     def go(self, person: Person, place: Place) -> None:
-        """Walk, taking along whatever the person has; things that lie in the new place aren't seen."""
+        """Walk, taking along whatever the person has; what lies in the new place isn't seen."""
         _require(person.place is not place, f"{person} is {place} already")
         person.place = place
 
