@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TENSOR_PLAN', 'check_division', 'check_decoder', 'local', 'average', 'ModelParallel', 'split_blocks', 'sum_over',
-           'TensorParallel', 'layers_of', 'keep_stage', 'Stage', 'Pipeline', 'StagedState', 'PipelineParallel',
+           'TensorParallel', 'layers_of', 'keep_stage', 'Stage', 'Turns', 'Pipeline', 'StagedState', 'PipelineParallel',
            'build_manager', 'split_shape', 'stage_shape', 'held_parameters', 'process_memory']
 
 # %% ../../nbs/15d_parallel.ipynb #p15b0003
@@ -384,28 +384,59 @@ def _filled(rows: Tensor, value: int, parts: int) -> Tensor:
     return F.pad(rows, (0, 0, 0, wanted - len(rows)), value=value)
 
 # %% ../../nbs/15d_parallel.ipynb #p15dsched
-def _schedule_of(
-    part: Stage, group: dist.ProcessGroup, *, micro_batches: int, rows: int, length: int
-) -> "Schedule1F1B":
-    """The turns of a stage for batches of one shape; gradients as they are enabled now."""
-    # late: the import brings in torch.compile's machinery and takes half a second
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+class Turns:
+    """What one stage does with a batch: forward and, where gradients are enabled, backward."""
 
-    weight = next(part.layers.parameters())
-    shape = (rows // micro_batches, length, part.model.config.hidden_size)
-    trains = torch.is_grad_enabled()
-    stream = torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=trains)
-    ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
-    stage = PipelineStage(
-        part,
-        group.rank(),
-        group.size(),
-        weight.device,
-        input_args=ids if part.is_first else stream,
-        output_args=stream,
-        group=group,
-    )
-    return Schedule1F1B(stage, micro_batches, loss_fn=part.loss, scale_grads=False)
+    def __init__(self, part: Stage, group: dist.ProcessGroup, micro_batches: int):
+        self.part = part
+        self.group = group
+        self.micro_batches = micro_batches
+        self.is_last = group.rank() == group.size() - 1
+        self._schedules: dict[tuple[int, int, bool], Schedule1F1B] = {}
+
+    def take(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
+        """The summed loss in the last stage, 0 in the others."""
+        ids = _filled(input_ids, 0, self.micro_batches)
+        targets = _filled(labels, IGNORE_INDEX, self.micro_batches)
+        further: dict[str, Any] = {}
+        if document_ids is not None:
+            further["document_ids"] = _filled(document_ids, 0, self.micro_batches)
+        schedule = self._schedule(*ids.shape, trains=torch.is_grad_enabled())
+        run = schedule.step if torch.is_grad_enabled() else schedule.eval
+        losses: list[Tensor] = []
+        with self.part.taking_over_autocast(ids.device.type):
+            run(
+                *([ids] if self.part.is_first else []),
+                target=targets if self.is_last else None,
+                losses=losses,
+                return_outputs=False,
+                **further,
+            )
+        return sum((part.detach() for part in losses), start=torch.zeros((), device=ids.device))
+
+    def _schedule(self, rows: int, length: int, *, trains: bool) -> "Schedule1F1B":
+        """The turns for batches of one shape."""
+        # late: the import brings in torch.compile's machinery and takes half a second
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        if (rows, length, trains) not in self._schedules:
+            weight = next(self.part.layers.parameters())
+            shape = (rows // self.micro_batches, length, self.part.model.config.hidden_size)
+            stream = torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=trains)
+            ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+            stage = PipelineStage(
+                self.part,
+                self.group.rank(),
+                self.group.size(),
+                weight.device,
+                input_args=ids if self.part.is_first else stream,
+                output_args=stream,
+                group=self.group,
+            )
+            self._schedules[rows, length, trains] = Schedule1F1B(
+                stage, self.micro_batches, loss_fn=self.part.loss, scale_grads=False
+            )
+        return self._schedules[rows, length, trains]
 
 # %% ../../nbs/15d_parallel.ipynb #p15bppl3
 class Pipeline:
@@ -419,11 +450,8 @@ class Pipeline:
     def __init__(
         self, model: DecoderModel, group: dist.ProcessGroup, *, layers: range, micro_batches: int
     ):
-        self.stage = Stage(model, layers)
+        self.turns = Turns(Stage(model, layers), group, micro_batches)
         self.group = group
-        self.micro_batches = micro_batches
-        self.is_last = group.rank() == group.size() - 1
-        self._schedules: dict[tuple[int, int, bool], Schedule1F1B] = {}
 
     def __call__(
         self,
@@ -438,43 +466,12 @@ class Pipeline:
                 "a pipeline computes a loss, of input_ids, labels and document_ids alone: load the"
                 " checkpoint in one process for anything else"
             )
-        loss = self._run(input_ids, labels, document_ids)
+        loss = self.turns.take(input_ids, labels, document_ids)
         # only the last stage has it
         dist.broadcast(loss, group=self.group, group_src=self.group.size() - 1)
         if torch.is_grad_enabled():
             loss.requires_grad_().register_hook(_check_unscaled)
         return DecoderOutput(None, torch.zeros_like(loss), loss, (labels != IGNORE_INDEX).sum())
-
-    def _run(self, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
-        """Take this stage's turns; the summed loss in the last stage, 0 in the others."""
-        ids = _filled(input_ids, 0, self.micro_batches)
-        further: dict[str, Any] = {}
-        if document_ids is not None:
-            further["document_ids"] = _filled(document_ids, 0, self.micro_batches)
-        schedule = self._schedule(*ids.shape)
-        run = schedule.step if torch.is_grad_enabled() else schedule.eval
-        losses: list[Tensor] = []
-        with self.stage.taking_over_autocast(ids.device.type):
-            run(
-                *([ids] if self.stage.is_first else []),
-                target=_filled(labels, IGNORE_INDEX, self.micro_batches) if self.is_last else None,
-                losses=losses,
-                return_outputs=False,
-                **further,
-            )
-        return sum((part.detach() for part in losses), start=torch.zeros((), device=ids.device))
-
-    def _schedule(self, rows: int, length: int) -> "Schedule1F1B":
-        key = (rows, length, torch.is_grad_enabled())
-        if key not in self._schedules:
-            self._schedules[key] = _schedule_of(
-                self.stage,
-                self.group,
-                micro_batches=self.micro_batches,
-                rows=rows,
-                length=length,
-            )
-        return self._schedules[key]
 
 # %% ../../nbs/15d_parallel.ipynb #p15dsave2
 class StagedState(ModelParallel):
