@@ -322,7 +322,7 @@ SHAPE = dict(hidden_size=12, num_layers=2)
     [
         ("tp", None, 4, dict(num_heads=6, head_dim=4), "num_heads=6 is not a multiple of the 4"),
         ("tp", None, 2, dict(num_heads=2, num_kv_heads=1), "num_kv_heads=1 is not a multiple of"),
-        ("tp", None, 2, dict(num_heads=2, intermediate_size=7), "intermediate_size=7 is not a multi"),
+        ("tp", None, 2, dict(num_heads=2, intermediate_size=7), "intermediate_size=7 is not"),
         ("pp", None, 3, dict(num_heads=2), "num_layers=2 are too few for the 3 processes"),
         ("pp", None, 5, dict(num_heads=2, num_layers=5), "micro_batches=4 are fewer than the 5"),
         ("ddp+tp", 2, 3, dict(num_heads=2), "3 processes are not a multiple"),
