@@ -299,7 +299,7 @@ def from_pairs(w: Tensor, num_heads: int) -> Tensor:
 
 
 def _reordered(name: str, w: Tensor, arch: str, config: ModelConfig, change: Any) -> Tensor:
-    """Reorder the rows of `w` by `change` if the architecture stores the tensor `name` reordered."""
+    """Reorder the rows of `w` by `change` if the architecture stores `name` reordered."""
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads or config.num_heads}
     part = name.split(".")[-2]
     return change(w, heads[part]) if arch == "llama" and part in heads else w
