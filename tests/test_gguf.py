@@ -441,7 +441,7 @@ EDITS = {
     "another width": (sets(llama__feed_forward_length=64), r"ffn_gate.weight has shape \(96, 64\)"),
     "a million layers": (sets(llama__block_count=10**6), "block_count=1000000 doesn't match"),
     "a huge width": (sets(llama__embedding_length=2**40), "embedding_length=1099511627776 does"),
-    "huge heads": (sets(llama__attention__key_length=2**40), "key_length=1099511627776 doesn't match"),
+    "huge heads": (sets(llama__attention__key_length=2**40), "key_length=1099511627776 doesn't"),
     "text for a size": (sets(llama__embedding_length="many"), "hidden_size='many' must be a whole"),
     "experts": (sets(llama__expert_count=8), "llama.expert_count=8 is not supported, only 0"),
     "scaled rope": (sets(llama__rope__scaling__type="yarn"), "rope.scaling.type='yarn' is not"),
