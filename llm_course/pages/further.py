@@ -42,9 +42,11 @@ def stream_of(model: DecoderModel, ids: Tensor) -> Tensor:
 def story_rows(stories: int) -> Rows:
     """Stories that the storyteller has never read, one after the other, cut into rows."""
     model, tokenizer = load_storyteller()
+    end = tokenizer.eos_token_id
+    assert end is not None
     ids: list[int] = []
     for index in range(stories):
-        ids += [*tokenizer.encode(write_story("easy", index=FRESH + index)), tokenizer.eos_token_id]
+        ids += [*tokenizer.encode(write_story("easy", index=FRESH + index)), end]
     count = len(ids) // (LENGTH + 1)
     rows = torch.tensor(ids[: count * (LENGTH + 1)]).view(count, LENGTH + 1)
     return Rows(rows, stream_of(model, rows[:, :-1]))
