@@ -1,13 +1,12 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from llm_course.pages.checking import Answer, case, forbid, is_close
+from llm_course.pages.checking import Answer, case, explained, forbid, is_close
 from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
@@ -19,17 +18,6 @@ def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
         forbid(evaluation, evaluation_tasks, contamination),
     ):
         return answer(*arguments, **options)
-
-
-@contextmanager
-def explained(kind: type[Exception], reason: str) -> Iterator[None]:
-    """Give the likely reason of an error that the student's code raises in `call`."""
-    try:
-        yield
-    except AssertionError as error:
-        if isinstance(error.__cause__, kind):
-            raise AssertionError(f"{error}: {reason}") from error.__cause__
-        raise
 
 
 # ------------------------------------------------------------------------------------- task 1
