@@ -102,7 +102,7 @@ def test_a_name_fits_into_a_folder_and_tells_keys_apart():
         ("grid: {training.seed: []}\n", "must be a list of values"),
         ("grid: {training.sed: [1]}\n", "do you mean 'training.seed'?"),
         ("grid: {training.seed: [-1]}\n", "training.seed=-1 must be"),
-        ("grid: {training.seed: [1, 1]}\n", "the run training.seed=1 is there twice"),
+        ("grid: {training.seed: [1, 1]}\n", "the run training.seed=1 is listed twice"),
         ("grid: {run_dir: [a, b]}\n", "run_dir is chosen by the sweep"),
         ("base: {config: none.yaml}\n", "there is no such file"),
         ("base: {task: lm\n", "sweep.yaml"),
@@ -269,6 +269,18 @@ def test_a_killed_sweep_goes_on_and_gives_the_same_rows(tmp_path, workers):
     assert seen < 2, "the sweep was over before it was killed"
     first = steps_logged(Path(points[0].config.run_dir).parent)
     assert len(first) == 2 * len(set(first))  # no step was logged twice
+
+
+def test_a_run_that_ended_before_its_row_was_written_gets_its_row(tmp_path):
+    """The sweep is killed between the end of a run and the write of its row."""
+    points = read_sweep(write(tmp_path, GRID), tmp_path / "runs")
+    expected = run_sweep(points, tmp_path / "runs")
+    results = tmp_path / "runs" / "results.jsonl"
+    first, *_ = results.read_text().splitlines(keepends=True)
+    results.write_text(first)
+    lines: list[str] = []
+    assert run_sweep(points, tmp_path / "runs", tell=lines.append) == expected
+    assert len(lines) == len(points) - 1
 
 
 def test_an_interrupted_sweep_saves_its_run_and_says_so(tmp_path):

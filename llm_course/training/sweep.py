@@ -31,7 +31,8 @@ from ..checks import check_sizes
 from ..files import write_text
 from .callbacks import read_metrics
 from .config import Config
-from .run import train_worker
+from .folder import load_state
+from .run import FinishedRun, train_worker
 from llm_course.training.sources import (
     KEY_TYPES,
     StrictLoader,
@@ -53,7 +54,7 @@ def as_options(settings: Mapping[str, Any]) -> list[str]:
         except TypeError:
             raise ValueError(
                 f"{key}={value!r} is a {type(value).__name__} in YAML: put it in quotes to make it"
-                " a text"
+                " a string"
             ) from None
         options.append(f"--{key}={text}")
     return options
@@ -82,7 +83,7 @@ class Point:
 
 # %% ../../nbs/22b_sweep.ipynb #b22bname
 def point_name(settings: Mapping[str, Any]) -> str:
-    """The name of a run with these settings, without characters that a folder can't have.
+    """The name of a run with these settings, without characters that a folder's name can't contain.
 
     ValueError if it's longer than a folder's name may be.
     """
@@ -118,7 +119,7 @@ def _read_parts(path: Path) -> dict[str, Any]:
 
 
 def _axes(grid: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
-    """For each key of the grid its settings; ValueError if its values are no list."""
+    """The settings of each key of the grid; ValueError if its values aren't a list."""
     axes = []
     for key, values in flatten(grid).items():
         if not isinstance(values, list) or not values:
@@ -188,7 +189,7 @@ def read_sweep(path: str | Path, folder: str | Path) -> list[Point]:
             options = _checked(_QUIET | base | settings, path.parent)
             name = point_name(settings)
             if name in points:
-                raise ValueError(f"the run {name} is there twice: keep one of them")
+                raise ValueError(f"the run {name} is listed twice: keep one of them")
             options["run_dir"] = str(Path(folder, name))
             config, _ = load_config(as_options(options), use_environment=False)
             points[name] = Point(settings, config)
@@ -202,7 +203,7 @@ def _borrow_text(config: Config) -> None:
         other = info.parent.parent
         is_run = (other / "config.yaml").is_file()
         if is_run and read_config(other / "config.yaml").data == config.data:
-            with suppress(OSError):  # no links here, or the text is there: it's prepared anyway
+            with suppress(OSError):  # where linking fails, the text is prepared as usual
                 own.mkdir(parents=True, exist_ok=True)
                 shutil.copytree(other / "data", own / "data", copy_function=os.link)
                 os.link(other / "tokenizer.json", own / "tokenizer.json")
@@ -217,6 +218,15 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     return sum(n * row["step_seconds"] for n, row in zip(counts, timed, strict=True))
 
 # %% ../../nbs/22b_sweep.ipynb #b22b018
+def _train_point(config: Config) -> dict[str, float] | None:
+    """The last measurements of a run, trained now or before; None if a signal has stopped it."""
+    try:
+        result = train_worker(config)
+    except FinishedRun:  # the sweep was killed before it wrote the row
+        return load_state(config.run_dir)["metrics"]
+    return None if result.stop_reason in signal.Signals.__members__ else result.metrics
+
+
 def run_point(point: Point) -> dict[str, Any] | None:
     """Train one run, or the rest of it, and return its row; None if a signal has stopped it.
 
@@ -226,14 +236,14 @@ def run_point(point: Point) -> dict[str, Any] | None:
     _borrow_text(config)
     start = {"name": point.name, **point.settings}
     try:
-        result = train_worker(config)
+        metrics = _train_point(config)
     except FloatingPointError as error:
         return start | {"error": str(error)}
-    if result.stop_reason in signal.Signals.__members__:
+    if metrics is None:
         return None
     rows = read_metrics(config.log_dir / "metrics.jsonl")
     last = {key: rows[-1][key] for key in ("step", "targets", "loss")}
-    return start | last | result.metrics | {"seconds": round(_seconds(rows), 3)}
+    return start | last | metrics | {"seconds": round(_seconds(rows), 3)}
 
 # %% ../../nbs/22b_sweep.ipynb #b22bworker
 def _end_with_parent() -> None:
