@@ -539,8 +539,8 @@ def check_end(answers: Answers) -> None:
             " batch, and only there"
         )
         assert found[-1] != IGNORE_INDEX, (
-            f"the text 5 4 3 0 has the labels {found}: its end, 0, isn't a target, so no model learns"
-            " to stop. Mask the padding, not the end"
+            f"the text 5 4 3 0 has the labels {found}: its end, 0, isn't a target, so no model"
+            " learns to stop. Mask the padding, not the end"
         )
         assert found == [4, 3, 0], f"the text 5 4 3 0 has the labels {found}, expected [4, 3, 0]"
         both = mended(answers, [[5, 4, 3, 0], [7, 0]])[1]["labels"].tolist()

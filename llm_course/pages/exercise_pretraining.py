@@ -61,7 +61,8 @@ def check_how_far(
     expected = (nothing - right) / (nothing - entropy)
     assert is_close(learned, expected), (
         f"learned is {learned}, expected {expected:.4f}: the part of the way from knowing nothing"
-        f" ({nothing:.2f}) to the entropy that the model has gone, negative if it went the other way"
+        f" ({nothing:.2f}) to the entropy that the model has gone, negative if it went the other"
+        " way"
     )
 
 
@@ -154,8 +155,8 @@ def run_beside(reference: Sequence[Curve], tokens: Sequence[float], off: Sequenc
 
 
 SPREAD = (
-    "a spread is the standard deviation (divided by n - 1) of the logarithms times sqrt(1 + 1/n), and"
-    " only then at least 0.01; between two points it lies on a straight line, as the mean does"
+    "a spread is the standard deviation (divided by n - 1) of the logarithms times sqrt(1 + 1/n),"
+    " and only then at least 0.01; between two points it lies on a straight line, as the mean does"
 )
 # how far each of 30 points is off, in spreads; what is expected; what to look at
 JUDGED: dict[str, tuple[list[float], str, str]] = {
