@@ -223,7 +223,7 @@ def check_collate(collate: Answer, examples: list[Example], pad: int) -> None:
         _check_mask(b, batch["attention_mask"][b].tolist(), len(prompt + answer))
 
 
-def _expect_unchanged(examples: list[Example], before: list[Example]) -> None:
+def _expect_unchanged(examples: Sequence[Example], before: Sequence[Example]) -> None:
     assert [(list(prompt), list(answer)) for prompt, answer in examples] == before, (
         "your code changed the examples: `prompt += answer` writes into the caller's list,"
         " `[*prompt, *answer]` makes a new one"

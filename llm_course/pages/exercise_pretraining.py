@@ -159,7 +159,7 @@ SPREAD = (
     " and only then at least 0.01; between two points it lies on a straight line, as the mean does"
 )
 # how far each of 30 points is off, in spreads; what is expected; what to look at
-JUDGED: dict[str, tuple[list[float], str, str]] = {
+JUDGED: dict[str, tuple[Sequence[float], str, str]] = {
     "a run on the mean of the reference": (
         [0] * 30,
         "inside",
