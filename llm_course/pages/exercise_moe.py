@@ -1180,3 +1180,13 @@ def check_capacity_gradients(with_capacity: Answer) -> None:
     assert all(p.grad is not None for p in moe.parameters()), (
         "no gradient reaches some parameters: is something detached?"
     )
+
+
+def check_capacity_dtype(with_capacity: Answer) -> None:
+    """Task 6: y in the dtype of x, though the router's weights are float32."""
+    torch.manual_seed(0)
+    moe = MoE(4, 6, num_experts=3, top_k=2).bfloat16()
+    y, _ = with_capacity(moe, torch.randn(9, 4).bfloat16(), 0.5)
+    assert y.dtype == torch.bfloat16, (
+        f"y is {y.dtype} for a bfloat16 x: the weights are float32, so convert the sum back"
+    )
