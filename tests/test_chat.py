@@ -229,9 +229,9 @@ def test_an_answer_can_be_filtered(published, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--model", "nowhere.gguf"], "nowhere.gguf is no file"),
+        (["--model", "nowhere.gguf"], "no file nowhere.gguf"),
         (["--model", "nowhere"], "'nowhere' is neither a folder nor a model's name on the hub"),
-        (["--model", "no.gguf"], "no.gguf is no GGUF file"),
+        (["--model", "no.gguf"], "no.gguf isn't a readable GGUF file"),
     ],
 )
 def test_a_model_that_is_none_is_one_line(folder, words, message, capsys):

@@ -45,7 +45,6 @@ WHOLE = {
     "BPETokenizer",
     "TokenFile",
     "DecoderModel",
-    "Pipeline",
 }
 WHOLE_LINES = 65
 

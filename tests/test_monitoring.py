@@ -240,7 +240,7 @@ def test_estimate_refuses_what_does_not_divide():
         model=ModelConfig(num_heads=4),
         distributed=DistributedConfig(strategy="tp", world_size=3),
     )
-    with pytest.raises(ValueError, match="num_heads=4 is no multiple of the 3 processes"):
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of the 3 processes"):
         estimate_run(config)  # before a text is read
 
 

@@ -215,7 +215,7 @@ def test_shares_become_smaller_and_what_is_gathered_does_not():
 
 
 def test_memory_of_what_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="num_heads=4 is no multiple of the 3 processes"):
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of the 3 processes"):
         memory_of("tp", 3)
 
 
@@ -320,12 +320,12 @@ SHAPE = dict(hidden_size=12, num_layers=2)
 @pytest.mark.parametrize(
     "strategy, size, world_size, model, message",
     [
-        ("tp", None, 4, dict(num_heads=6, head_dim=4), "num_heads=6 is no multiple of the 4"),
-        ("tp", None, 2, dict(num_heads=2, num_kv_heads=1), "num_kv_heads=1 is no multiple of"),
-        ("tp", None, 2, dict(num_heads=2, intermediate_size=7), "intermediate_size=7 is no multi"),
+        ("tp", None, 4, dict(num_heads=6, head_dim=4), "num_heads=6 is not a multiple of the 4"),
+        ("tp", None, 2, dict(num_heads=2, num_kv_heads=1), "num_kv_heads=1 is not a multiple of"),
+        ("tp", None, 2, dict(num_heads=2, intermediate_size=7), "intermediate_size=7 is not"),
         ("pp", None, 3, dict(num_heads=2), "num_layers=2 are too few for the 3 processes"),
         ("pp", None, 5, dict(num_heads=2, num_layers=5), "micro_batches=4 are fewer than the 5"),
-        ("ddp+tp", 2, 3, dict(num_heads=2), "3 processes are no multiple"),
+        ("ddp+tp", 2, 3, dict(num_heads=2), "3 processes are not a multiple"),
         ("tp", 2, 4, dict(num_heads=2), r"take ddp\+tp"),
     ],
 )

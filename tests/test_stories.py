@@ -178,6 +178,20 @@ def test_a_false_belief_lasts_until_somebody_looks_or_is_told():
             w.put(eva, kite, barn.spots[0]),
             w.look_in_vain(eva, kite),
         ),
+        lambda w, eva, ben, kite, barn, pond: w.look_in_vain(ben, kite),  # no idea
+        lambda w, eva, ben, kite, barn, pond: (  # thinks that Eva has it
+            w.put(eva, kite, barn.spots[0]),
+            w.take(eva, kite),
+            w.go(ben, pond),
+            w.put(eva, kite, barn.spots[1]),
+            w.look_in_vain(ben, kite),
+        ),
+        lambda w, eva, ben, kite, barn, pond: (  # looks in the barn from the pond
+            w.put(eva, kite, barn.spots[0]),
+            w.go(ben, pond),
+            w.take(eva, kite),
+            w.look_in_vain(ben, kite),
+        ),
     ],
 )
 def test_what_cannot_happen_is_refused(event):

@@ -234,12 +234,21 @@ def needs(codes: dict[str, str]) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.nightly
 def test_each_module_imports_alone_and_in_silence():
     """In a fork that has imported only what the module itself imports from elsewhere."""
     codes = {module_name(path): path.read_text(encoding="utf-8") for path in [*MODULES, *HELPERS]}
     process = python_alone(IMPORT_EACH, json.dumps(needs(codes)))
     said = sorted(process.stdout.splitlines())
     assert said == sorted(f"{module} 0" for module in codes), process.stderr
+
+
+def test_the_last_module_may_be_imported_first():
+    """All in one process, each before those it builds on, and in silence."""
+    late_first = sorted(map(module_name, MODULES), key=MODULE_CHAPTERS.__getitem__, reverse=True)
+    code = "import importlib, sys; [*map(importlib.import_module, sys.argv[1:])]"
+    process = python_alone(code, *late_first, *map(module_name, HELPERS))
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 def test_planted_module_that_does_not_import():

@@ -102,7 +102,7 @@ def test_a_name_fits_into_a_folder_and_tells_keys_apart():
         ("grid: {training.seed: []}\n", "must be a list of values"),
         ("grid: {training.sed: [1]}\n", "do you mean 'training.seed'?"),
         ("grid: {training.seed: [-1]}\n", "training.seed=-1 must be"),
-        ("grid: {training.seed: [1, 1]}\n", "the run training.seed=1 is there twice"),
+        ("grid: {training.seed: [1, 1]}\n", "the run training.seed=1 is listed twice"),
         ("grid: {run_dir: [a, b]}\n", "run_dir is chosen by the sweep"),
         ("base: {config: none.yaml}\n", "there is no such file"),
         ("base: {task: lm\n", "sweep.yaml"),

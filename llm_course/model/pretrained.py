@@ -215,12 +215,29 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(end.isfinite() for end in tensor.aminmax())
 
 
-def _check_finite(tensor: Tensor, stored_name: str) -> None:
-    """ValueError for a tensor, called `stored_name` in its file, that isn't all finite numbers."""
-    if not _is_finite(tensor):
-        raise ValueError(
-            f"{stored_name} has numbers that are not finite as {tensor.dtype}: is the file damaged?"
-        )
+def _kept_dtype(rule: Rule, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a rule's tensors in the model; bfloat16 would blur the 1 + w of a norm."""
+    return torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype
+
+
+def _ours_alone(model: DecoderModel, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors that no family stores, the routers' biases: zeros on `device`."""
+    shapes = model.state_dict()
+    ours_alone = [name for name in shapes if name.endswith(OURS_ALONE)]
+    return {name: torch.zeros_like(shapes[name], device=device) for name in ours_alone}
+
+
+def _check_numbers(
+    state: Mapping[str, Tensor], wanted: list[Rule], tensors: Mapping[str, tuple[Any, str]]
+) -> None:
+    """ValueError for a tensor that isn't all finite numbers; it names the one in the file."""
+    for rule in wanted:
+        for name in rule.ours:
+            if not _is_finite(state[name]):
+                raise ValueError(
+                    f"{tensors[rule.theirs[0]][1]} has numbers that are not finite as"
+                    f" {state[name].dtype}: is the file damaged?"
+                )
 
 
 def _check_tied(table: Tensor, head: Tensor | None) -> None:
@@ -234,31 +251,21 @@ def _check_tied(table: Tensor, head: Tensor | None) -> None:
 # %% ../../nbs/11a_pretrained.ipynb #24e2a002
 def _read_state(
     wanted: list[Rule],
-    tensors: Mapping[str, tuple[Any, str]],
+    stored: Mapping[str, Tensor],
     model: DecoderModel,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[str, Tensor]:
-    """Each tensor of the model by its name, copied from the files to `device`, in `dtype`.
-
-    A dtype of None keeps that of the files.
-    """
+    """The model's tensors by name, copied from `stored` to `device`, in `dtype`."""
     shapes = model.state_dict()  # on "meta": no numbers
-    ours_alone = [name for name in shapes if name.endswith(OURS_ALONE)]
-    state = {name: torch.zeros_like(shapes[name], device=device) for name in ours_alone}
-    stored = {name: file.get_tensor(full) for name, (file, full) in tensors.items()}  # mapped only
-    dtype = dtype or _common_dtype(wanted, stored)
+    state: dict[str, Tensor] = {}
     for rule in wanted:
-        # bfloat16 would blur 1 + w
-        kept = torch.promote_types(dtype, torch.float32) if rule.change == "plus_one" else dtype
+        kept = _kept_dtype(rule, dtype)
         rows = [len(shapes[name]) for name in rule.ours]
         found = CHANGES[rule.change].read([stored[name] for name in rule.theirs], rows)
         for name, tensor in zip(rule.ours, found, strict=True):
             # a copy, since the file may change
             state[name] = tensor.to(device, kept, copy=True, memory_format=torch.contiguous_format)
-            _check_finite(state[name], tensors[rule.theirs[0]][1])
-    if model.config.tie_word_embeddings:
-        _check_tied(state["embedding.embed_tokens.weight"], stored.get("lm_head.weight"))
     return state
 
 # %% ../../nbs/11a_pretrained.ipynb #9392e0b3
@@ -289,7 +296,13 @@ def load_pretrained(
             model = DecoderModel(config)
         wanted = tensor_rules(family, config, model.state_dict())
         _check_tensors(wanted, tensors, family, model)
-        state = _read_state(wanted, tensors, model, dtype, device)
+        # mapped only, until `_read_state` copies them
+        stored = {name: file.get_tensor(full) for name, (file, full) in tensors.items()}
+        dtype = dtype or _common_dtype(wanted, stored)
+        state = _ours_alone(model, device) | _read_state(wanted, stored, model, dtype, device)
+        _check_numbers(state, wanted, tensors)
+        if config.tie_word_embeddings:
+            _check_tied(state["embedding.embed_tokens.weight"], stored.get("lm_head.weight"))
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
 

@@ -10,6 +10,7 @@ import copy
 import html
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch.testing import assert_close
 from llm_course.files import write_text
 from llm_course.model.generation import generate
 from llm_course.model.mlp import MLP, gated_activation
-from llm_course.model.moe import Experts, MoE
+from llm_course.model.moe import Experts, MoE, Router
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 from llm_course.text.wording import BOYS, COLOURS, GIRLS, PLACES, SIZES, SLOTS, THINGS
@@ -469,6 +470,26 @@ def show_reading(layer: MoE, tokens: int = 110) -> None:
     display(HTML(f'<p style="line-height: 1.9">{"".join(spans)}</p>'))
 
 
+def rows_by_expert(sentence: str, num_experts: int, seed: int) -> list[list[str]]:
+    """A sentence's tokens, sorted by the expert that a fresh router picks in the storyteller."""
+    model, tokenizer = load_storyteller()
+    seen: list[Tensor] = []
+    mlp: Any = model.layers[LAYER].mlp
+    handle = mlp.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0][0]))
+    ids = tokenizer.encode(sentence)
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    handle.remove()
+    torch.manual_seed(seed)
+    router = Router(seen[0].shape[-1], num_experts, top_k=1)
+    chosen = router(seen[0]).expert_index[:, 0].tolist()  # (T,)
+    tokens = [tokenizer.decode([token]) for token in ids]
+    return [
+        [token for token, expert in zip(tokens, chosen, strict=True) if expert == e]
+        for e in range(num_experts)
+    ]
+
+
 # --------------------------------------------------------------------------------------- oracle
 
 
@@ -591,6 +612,48 @@ def show_split(splits: Mapping[str, Mapping[str, float]]) -> None:
     plt.gca().invert_yaxis()
     plt.xlabel("time of a training step; a dense layer of equal work is 1")
     plt.legend(fontsize=8)
+    plt.show()
+
+
+def recorded_counts(steps: int, rows: int, seed: int) -> list[list[int]]:
+    """Block sizes for `rows` choices, drawn with the loads of a recorded run, step by step."""
+    generator = torch.Generator().manual_seed(seed)
+    loads = records("loss")[0].loads[-steps:]
+    return [
+        torch.bincount(
+            load.multinomial(rows, True, generator=generator), minlength=len(load)
+        ).tolist()
+        for load in loads
+    ]
+
+
+def product_time(all_sizes: Sequence[Sequence[int]], rule: Callable[[Tensor, int], int]) -> float:
+    """Milliseconds that one step's products take in bfloat16: the median over the steps."""
+    x = torch.randn(2 * sum(all_sizes[0]), 64).bfloat16()  # with room for additional rows
+    matrices = torch.randn(len(all_sizes[0]), 64, 64).bfloat16()
+    y = torch.empty_like(x)
+    times = []
+    for sizes in all_sizes:
+        began = time.perf_counter()
+        start = 0
+        for size, matrix in zip(sizes, matrices, strict=True):
+            rows = slice(start, start + rule(x, size))
+            torch.mm(x[rows], matrix, out=y[rows])
+            start += size
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def show_product_times(times: Mapping[str, Sequence[float]]) -> None:
+    """Milliseconds for sizes that were never multiplied before, and for known ones."""
+    _, axis = plt.subplots(figsize=(6.4, 2.2), layout="constrained")
+    for row, (new, known) in enumerate(times.values()):
+        axis.barh(row - 0.18, new, 0.36, color="#d98032", label="new sizes" if row == 0 else None)
+        axis.barh(row + 0.18, known, 0.36, color="#4a86c8", label="known" if row == 0 else None)
+    axis.set_yticks(range(len(times)), list(times))
+    axis.invert_yaxis()
+    axis.set(xlabel="milliseconds for the products of one step", ylabel="sizes are rounded")
+    axis.legend(fontsize=8)
     plt.show()
 
 

@@ -82,6 +82,15 @@ class Share(NamedTuple):
 
 
 @torch.no_grad()
+def nats_of_tokens(model: DecoderModel, tokenizer: BaseTokenizer, text: str) -> list[float]:
+    """What the model pays for each token of a text, as far as its context goes."""
+    device = next(model.parameters()).device
+    ids = tokenizer.encode(text, allow_special=False)[: model.config.max_position_embeddings]
+    row = torch.tensor([[tokenizer.eos_token_id, *ids]], device=device)
+    logits = model(row[:, :-1]).logits[0].float()
+    return (-logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]).tolist()
+
+
 def shares_by_kind(
     model: DecoderModel,
     tokenizer: BaseTokenizer,
@@ -95,7 +104,6 @@ def shares_by_kind(
     The texts are read from their beginnings, up to `most` bytes and as far as the model's context
     goes. A kind such as "name, known" has no information: the story so far leaves one choice.
     """
-    device = next(model.parameters()).device
     floor: defaultdict[str, float] = defaultdict(float)
     paid: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, int] = defaultdict(int)
@@ -105,11 +113,8 @@ def shares_by_kind(
         kinds = reading.kinds()
         bits = reading.bits_by_character()
         ids = tokenizer.encode(text, allow_special=False)[: model.config.max_position_embeddings]
-        row = torch.tensor([[tokenizer.eos_token_id, *ids]], device=device)
-        logits = model(row[:, :-1]).logits[0].float()
-        nats = -logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
         start = 0
-        for token, nat in zip(ids, nats.tolist(), strict=True):
+        for token, nat in zip(ids, nats_of_tokens(model, tokenizer, text), strict=True):
             piece = tokenizer.decode([token])
             first = start + len(piece) - len(piece.lstrip())
             end = start + len(piece)

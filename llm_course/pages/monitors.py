@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_course.model.config import ModelConfig
-from llm_course.pages.engine import LONGEST, Paragraphs, Record
+from llm_course.pages.engine import LONGEST, Paragraphs, Record, told
 from llm_course.text.batches import SupervisedDataset
 from llm_course.training.config import Config, DataConfig, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import TrainingEngine
@@ -94,10 +94,21 @@ def make_engine(
     return TrainingEngine(config, task, data or Paragraphs(8, num_bytes=200_000), callbacks)
 
 
+class Watched(Record):
+    """A record that also keeps a paragraph that the model makes up after the last step."""
+
+    text = ""
+
+    def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
+        super().on_step_end(engine, metrics)
+        if engine.state.step == STEPS:
+            self.text = told(engine.model, engine.data, 1)[0]
+
+
 @functools.cache
-def watched_run(fault: str = "healthy") -> Record:
-    """The rows of a run with a monitor of its layers."""
-    record = Record()
+def watched_run(fault: str = "healthy") -> Watched:
+    """The rows of a run with a monitor of its layers, and what its model writes in the end."""
+    record = Watched()
     make_engine([LayerMonitor(log_interval=EVERY), record], fault=fault).run()
     return record
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
+from llm_course.model.gguf import load_gguf, save_gguf
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import story_documents
 
@@ -133,6 +134,13 @@ def story_loss(model: nn.Module) -> float:
     rows = story_rows()
     logits = model(rows[:, :-1]).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+def through_gguf(dtype: str, folder: Path) -> tuple[int, DecoderModel]:
+    """The storyteller, written as a GGUF file and read back, and the size of that file in bytes."""
+    model, tokenizer = load_storyteller()
+    path = save_gguf(model, tokenizer, folder / f"storyteller-{dtype}.gguf", dtype=dtype)
+    return path.stat().st_size, load_gguf(path)
 
 
 def continued(model: DecoderModel, prompt: str, length: int = 40) -> str:

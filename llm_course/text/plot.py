@@ -58,7 +58,7 @@ class Telling:
         return self.pen.pick("name", [(person.name, person) for person in people], RULES[rule])
 
     def mention(self, things: Sequence[Thing], rule: str) -> Thing:
-        """Choose a thing, and call it by its noun or by more of what it looks like."""
+        """Choose a thing, and call it by its noun, with or without its colour and size."""
         deck = []
         for thing in things:
             short = (thing.noun, thing)
@@ -108,7 +108,7 @@ def introduce(t: Telling, is_girl: bool | None) -> None:
 
 
 def _separator(index: int, number: int) -> str:
-    """What stands after item `index` of a list of `number`."""
+    """The separator after item `index` of a list of `number`."""
     return {number - 1: ".", number - 2: " and "}.get(index, ", ")
 
 

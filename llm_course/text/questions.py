@@ -125,7 +125,7 @@ def minimal_pairs(story: str, level: str | Level = "medium") -> list[MinimalPair
 
     The words are names, places, spots, things, answers and what a search finds.
 
-    The wrong word is one that the story says somewhere in the same way, so it isn't just rare.
+    The wrong word occurs elsewhere in the story in the same form, so rarity doesn't give it away.
     """
     spans = read_story(story, level).spans
     said: dict[tuple[str, str], list[str]] = {}
@@ -146,7 +146,7 @@ def minimal_pairs(story: str, level: str | Level = "medium") -> list[MinimalPair
 
 # %% ../../nbs/02l_questions.ipynb #02lform
 def _form(span: Span) -> str:
-    """How a word must begin to fit in the place of this one: " ", "in the", or in any way."""
+    """The form of a word: another fits in its place if its form is the same."""
     if span.text.startswith(" "):
         return " "
     return "in the" if span.kind == "place" and " the " in span.text else ""

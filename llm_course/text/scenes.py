@@ -65,7 +65,7 @@ def tell_find(t: Telling, person: Person) -> bool:
 
 
 def tell_swap(t: Telling, person: Person) -> bool:
-    """Change a thing for somebody else's."""
+    """Swap a thing for somebody else's."""
     world = t.world
     mine = t.mention(world.held_by(person), "own")
     t.pen.say(" for the ")
@@ -88,7 +88,7 @@ def tell_game(t: Telling, person: Person) -> bool:
 
 
 def tell_invitation(t: Telling, person: Person) -> bool:
-    """Ask somebody to come along, who may refuse."""
+    """Ask somebody to come along; they may refuse."""
     pen = t.pen
     world = t.world
     other = t.name(world.company(person), "here")
@@ -137,12 +137,12 @@ def tell_news(t: Telling, person: Person) -> bool:
 
 
 def _news(person: Person) -> list[Thing]:
-    """The things that somebody has an idea of where they lie."""
+    """The things that somebody believes to be lying somewhere, rightly or wrongly."""
     return [thing for thing, where in person.beliefs.items() if isinstance(where, Spot)]
 
 
 def tell_solo(t: Telling, person: Person) -> bool:
-    """Do something that changes nothing, and that its beginning has told already."""
+    """Do something that changes nothing; its opening words have already told it."""
     return True
 
 
@@ -334,7 +334,7 @@ def tell_evening(t: Telling) -> None:
 
 # %% ../../nbs/02j_scenes.ipynb #30f080ea
 def tell_story(pen: Pen, world: World, words: Words, level: Level) -> World:
-    """Tell a story from its beginning to its end; `world` is what it tells of."""
+    """Tell a story from its beginning to its end; `world` is the world in which it happens."""
     t = Telling(pen, world, words, level)
     tell_cast(t)
     tell_things(t)

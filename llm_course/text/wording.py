@@ -419,7 +419,7 @@ WORDING = OPENING | ENDING | DOING | SEARCHING | ANSWERING | FEELING
 
 # %% ../../nbs/02h_wording.ipynb #5a762c85
 def template(text: str, words: dict[str, str] | None = None) -> tuple[str, list[str]]:
-    """Return a card for the first words of a template, which stands for all that follows them.
+    """Split a template into a card, its words before the first slot, and the tail that follows.
 
     `words` are filled in at once; the other names in braces are slots.
     """

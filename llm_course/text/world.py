@@ -23,7 +23,7 @@ class Place:
 
 @dataclass(eq=False)
 class Spot:
-    """Where a thing may lie. Nobody sees it there who does not look."""
+    """Where a thing may lie, hidden from anyone who doesn't look there."""
 
     name: str
     place: Place
@@ -113,7 +113,7 @@ class World(Situation):
                 person.beliefs[thing] = where
 
     def go(self, person: Person, place: Place) -> None:
-        """Walk. What a person has comes along; what lies about is not seen."""
+        """Walk, taking along whatever the person has; what lies in the new place isn't seen."""
         _require(person.place is not place, f"{person} is {place} already")
         person.place = place
 
@@ -147,7 +147,10 @@ class World(Situation):
 
     def look_in_vain(self, person: Person, thing: Thing) -> None:
         """Look where the person thinks a thing is, and fail to find it."""
+        _require(thing in person.beliefs, f"{person} has no idea where the {thing} is")
         spot = person.beliefs[thing]
+        _require(isinstance(spot, Spot), f"{person} thinks that {spot} has the {thing}")
+        _require(spot.place is person.place, f"{person} is not {spot.place}")
         _require(thing.where is not spot, f"the {thing} is {spot}")
         del person.beliefs[thing]
 

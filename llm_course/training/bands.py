@@ -100,7 +100,7 @@ def _smooth(values: np.ndarray, reach: int = 2) -> np.ndarray:
 class Band:
     """What the runs of several seeds looked like; another seed's run should look the same.
 
-    Everything is computed with logarithms, because losses differ by percentages. At each point the
+    Everything is computed with logarithms, so that a spread is a percentage. At each point the
     variance over the seeds is averaged with that of its neighbours. With n seeds, a new run differs
     from their mean by sqrt(1 + 1/n) standard deviations. That is a spread, the unit of
     `deviations`; it is at least two percent, and a band is `WIDTH` of them on each side. ValueError

@@ -59,7 +59,7 @@ class Leak(NamedTuple):
 def find_leaks(
     documents: Iterable[str], questions: Sequence[str], *, n: int = 13, threshold: float = 0.5
 ) -> list[Leak]:
-    """The questions of whose runs at least a share `threshold` is in the training text.
+    """The questions with at least a share `threshold` of their runs in the training text.
 
     ValueError for a question of fewer than `n` words.
     """

@@ -201,8 +201,8 @@ def estimate_run(config: Config) -> RunEstimate:
     Reads the text and takes a few steps on random tokens; writes nothing. With several processes,
     `memory` is that of the process that holds most. Times are those of one process with the whole
     model: they leave out the exchange between processes, the competition for one machine, and what
-    tp and pp save. ValueError or OSError where the text cannot be read, and ValueError if the
-    model or the processes do not divide.
+    tp and pp save. ValueError or OSError if the text can't be read, and ValueError if the
+    model can't be divided among the processes.
     """
     training = config.training
     length = config.data.sequence_length
@@ -211,7 +211,7 @@ def estimate_run(config: Config) -> RunEstimate:
     )
     config = dataclasses.replace(config, model=model)
     processes = config.distributed.world_size
-    world_size = processes // config.distributed.group_size(processes)  # that read different rows
+    world_size = processes // config.distributed.group_size(processes)  # each reads other rows
     memory = _fullest_process(config)
     train_rows, val_rows = _text_rows(config)
     steps = planned_steps(config, num_items=train_rows, world_size=world_size)

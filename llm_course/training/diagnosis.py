@@ -419,7 +419,7 @@ def _future(e: Evidence) -> str | None:
     return None
 
 # %% ../../nbs/20c_diagnosis.ipynb #diagrules_eval
-@_rule("validates in training mode", "Call model.eval() before a validation.")
+@_rule("validates in training mode", "Call model.eval() before validating.")
 def _validates_in_training_mode(e: Evidence) -> str | None:
     recorded = e.weights.recorded if e.weights is not None else None
     if e.weights is None or recorded is None or e.config.model.dropout == 0:
@@ -452,7 +452,7 @@ def _repeated(e: Evidence) -> str | None:
     )
 
 
-@_rule("overfitting", "Train for fewer epochs, on more text, or a smaller model.")
+@_rule("overfitting", "Train for fewer epochs, on more text, or with a smaller model.")
 def _overfits(e: Evidence) -> str | None:
     epochs = e.rows[-1].get("epoch", 0)
     if e.val is None or e.train > 0.8 * e.val or epochs <= 2:
@@ -477,7 +477,7 @@ def _gradient_scale(e: Evidence) -> str | None:
     return f"throughout the run, the gradient norm is {factor:.3g} times the reference's"
 
 
-@_rule("dropout", "Lower model.dropout: a run of few epochs has nothing to overfit.")
+@_rule("dropout", "Lower model.dropout: a run of few epochs hardly overfits.")
 def _dropout(e: Evidence) -> str | None:
     dropout = e.config.model.dropout
     if e.val is None or dropout == 0 or e.train < 1.03 * e.val:

@@ -23,8 +23,9 @@ def newton_schulz(
 ) -> Tensor:
     """Roughly the nearest (semi-)orthogonal matrix to each matrix.
 
-    Singular values end between about 0.68 and 1.2; those below about 1/700 of the matrix's norm end
-    lower, and zero stays zero, as does a norm that's tiny (below 1e-7) or overflows `dtype`.
+    Singular values end between about 0.68 and 1.2; those below about 1/700 of the matrix's norm, or
+    of 1e-7 where the norm is smaller, end lower. Zero stays zero, and a matrix whose norm overflows
+    `dtype` becomes zero.
     matrices (..., M, N); returns the same shape and dtype, computed in `dtype`. ValueError for
     fewer than two dimensions and for integers. Source: Jordan et al. 2024, "Muon".
     """

@@ -335,6 +335,17 @@ def _check_memory(config: Config, runtime: Runtime) -> None:
             " model.num_experts smaller"
         )
 
+# %% ../../nbs/19a_training.ipynb #p19afin1
+def _finished(engine: TrainingEngine) -> str:
+    """Why a finished run isn't trained again, and what to do with it instead."""
+    config = engine.config
+    way_out = f". To make it write: {generate_line(config)}" if config.task == "lm" else ""
+    return (
+        f"{config.run_dir} holds a finished run (step {engine.state.step} of {engine.max_steps}),"
+        " which is not overwritten. Choose another --run-dir, raise --training.max_steps"
+        f" to train further, or remove the folder{way_out}"
+    )
+
 # %% ../../nbs/19a_training.ipynb #68d86a81
 def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult:
     """One run in this process, from its folder to its result."""
@@ -368,17 +379,6 @@ def _train(config: Config, runtime: Runtime, *, resume: bool | str) -> RunResult
             save_config(config, run_dir / "config.yaml")
         engine.run()
         return RunResult(engine.state.step, engine.max_steps, engine.metrics, engine.stop_reason)
-
-# %% ../../nbs/19a_training.ipynb #p19afin1
-def _finished(engine: TrainingEngine) -> str:
-    """Why a finished run isn't trained again, and what to do with it instead."""
-    config = engine.config
-    way_out = f". To make it write: {generate_line(config)}" if config.task == "lm" else ""
-    return (
-        f"{config.run_dir} holds a finished run (step {engine.state.step} of {engine.max_steps}),"
-        " which is not overwritten. Choose another --run-dir, raise --training.max_steps"
-        f" to train further, or remove the folder{way_out}"
-    )
 
 # %% ../../nbs/19a_training.ipynb #f99a4239
 def train_worker(config: Config, *, resume: bool | str = False) -> RunResult:

@@ -184,7 +184,7 @@ def bootstrap_laws(
 
 # %% ../../nbs/22c_laws.ipynb #b22cinterval
 def interval(values: Sequence[float], level: float = 0.9) -> tuple[float, float]:
-    """The middle `level` of some values, from its lower to its upper end; ValueError for none."""
+    """The ends of the central interval that holds `level` of the values; ValueError for none."""
     check_numbers("(0, 1)", level=level)
     (numbers,) = check_columns(values=values)
     if not numbers:

@@ -41,7 +41,7 @@ def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 # %% ../../nbs/21b_scoring.ipynb #b21b010
-SPARED = 16  # how many tokens of its prefix a group gives up, at most, to admit one more row
+SPARED = 16  # how many tokens of its prefix a group gives up, at most, to admit more rows
 
 
 def group_rows(rows: Sequence[Row]) -> Iterator[tuple[int, list[int]]]:

@@ -53,7 +53,7 @@ def as_options(settings: Mapping[str, Any]) -> list[str]:
         except TypeError:
             raise ValueError(
                 f"{key}={value!r} is a {type(value).__name__} in YAML: put it in quotes to make it"
-                " a text"
+                " a string"
             ) from None
         options.append(f"--{key}={text}")
     return options
@@ -82,7 +82,7 @@ class Point:
 
 # %% ../../nbs/22b_sweep.ipynb #b22bname
 def point_name(settings: Mapping[str, Any]) -> str:
-    """The name of a run with these settings, without characters that a folder can't have.
+    """The name of a run with these settings, without characters that a folder's name can't contain.
 
     ValueError if it's longer than a folder's name may be.
     """
@@ -118,7 +118,7 @@ def _read_parts(path: Path) -> dict[str, Any]:
 
 
 def _axes(grid: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
-    """For each key of the grid its settings; ValueError if its values are no list."""
+    """The settings of each key of the grid; ValueError if its values aren't a list."""
     axes = []
     for key, values in flatten(grid).items():
         if not isinstance(values, list) or not values:
@@ -188,7 +188,7 @@ def read_sweep(path: str | Path, folder: str | Path) -> list[Point]:
             options = _checked(_QUIET | base | settings, path.parent)
             name = point_name(settings)
             if name in points:
-                raise ValueError(f"the run {name} is there twice: keep one of them")
+                raise ValueError(f"the run {name} is listed twice: keep one of them")
             options["run_dir"] = str(Path(folder, name))
             config, _ = load_config(as_options(options), use_environment=False)
             points[name] = Point(settings, config)
@@ -202,7 +202,7 @@ def _borrow_text(config: Config) -> None:
         other = info.parent.parent
         is_run = (other / "config.yaml").is_file()
         if is_run and read_config(other / "config.yaml").data == config.data:
-            with suppress(OSError):  # no links here, or the text is there: it's prepared anyway
+            with suppress(OSError):  # where linking fails, the text is prepared as usual
                 own.mkdir(parents=True, exist_ok=True)
                 shutil.copytree(other / "data", own / "data", copy_function=os.link)
                 os.link(other / "tokenizer.json", own / "tokenizer.json")

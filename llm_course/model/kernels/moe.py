@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# %% ../../../nbs/07b_moe_kernels.ipynb #27965a16
+# %% ../../../nbs/07b_moe_kernels.ipynb #07bround
 def rounded_rows(x: Tensor, size: int) -> int:
     """How many rows to multiply for a block of `size` rows of `x`: `size`, or a few more.
 
@@ -27,7 +27,7 @@ def rounded_rows(x: Tensor, size: int) -> int:
     grain = max(32, 2 ** size.bit_length() // 16)
     return math.ceil(size / grain) * grain
 
-
+# %% ../../../nbs/07b_moe_kernels.ipynb #27965a16
 def _padded(x: Tensor, rows: int) -> Tensor:
     """`x` with rows of zeros appended up to `rows` rows, or `x` itself if it has that many."""
     return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
@@ -62,7 +62,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         start += size
     return y[:start]
 
-
+# %% ../../../nbs/07b_moe_kernels.ipynb #07boute1
 @torch.library.custom_op("llm_course::grouped_outer", mutates_args=())
 def grouped_outer(dy: Tensor, x: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """dW_e = dY_e^T X_e for each expert e: (E, F, C) in `dtype`, with zeros for an empty block.
