@@ -495,15 +495,7 @@ def check_sigmoid(
         wide = torch.promote_types(dtype, torch.float32)
         logits = x.to(wide) @ router.weight.T.to(wide)
         expect_named(found.logits, (N, E), wide, "logits")
-        assert not torch.allclose(found.logits, logits.sigmoid(), atol=1e-4), (
-            "logits: these are the sigmoids; return the logits"
-        )
-        is_right = torch.allclose(found.logits, logits, atol=1e-4)
-        half = (x @ router.weight.T).to(wide)
-        assert is_right or not torch.allclose(found.logits, half, atol=1e-4), (
-            "logits: computed in half precision; convert x and the weight first"
-        )
-        assert is_right, "logits: these are not x times the weight; is the bias in them?"
+        _check_sigmoid_logits(found.logits, logits, (x @ router.weight.T).to(wide))
         expect_named(found.expert_index, (N, k), torch.int64, "expert_index")
         _check_sigmoid_choice(found.expert_index, logits, kept)
         expect_named(found.weights, (N, k), wide, "weights")
@@ -517,6 +509,18 @@ def check_sigmoid(
         assert torch.allclose(ours, real, atol=1e-4), (
             "the weights are right, but not their gradient: is something detached?"
         )
+
+
+def _check_sigmoid_logits(found: Tensor, logits: Tensor, half: Tensor) -> None:
+    """The logits; `half` are those in the type of x."""
+    assert not torch.allclose(found, logits.sigmoid(), atol=1e-4), (
+        "logits: these are the sigmoids; return the logits"
+    )
+    is_right = torch.allclose(found, logits, atol=1e-4)
+    assert is_right or not torch.allclose(found, half, atol=1e-4), (
+        "logits: computed in half precision; convert x and the weight first"
+    )
+    assert is_right, "logits: these are not x times the weight; is the bias in them?"
 
 
 def _check_sigmoid_choice(index: Tensor, logits: Tensor, shift: Tensor) -> None:
@@ -877,8 +881,8 @@ def check_step(
         _, load = two_steps(fresh, steps, rate, lr)
         assert torch.equal(found, load), (
             f"the returned load is {found.tolist()}, expected {load.tolist()}, the sum over the"
-            " micro-batches of what the layer has counted. (After the optimizer's step its router is"
-            " another: don't route again.)"
+            " micro-batches of what the layer has counted. (After the optimizer's step its router"
+            " is another: don't route again.)"
         )
 
 
