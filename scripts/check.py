@@ -99,7 +99,7 @@ STAGES = [
     ),
     Stage(
         "docs",
-        [[*"sphinx-build -q -W --keep-going -j auto -b html -c docs . _docs/html".split()]],
+        [[*"sphinx-build -q -W --keep-going -b html -c docs . _docs/html".split()]],
         "A warning names the page or the docstring, and the link or the mark in it that leads"
         " nowhere. After a change of docs/conf.py, remove _docs/ first.",
         beside="types",

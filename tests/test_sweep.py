@@ -271,6 +271,18 @@ def test_a_killed_sweep_goes_on_and_gives_the_same_rows(tmp_path, workers):
     assert len(first) == 2 * len(set(first))  # no step was logged twice
 
 
+def test_a_run_that_ended_before_its_row_was_written_gets_its_row(tmp_path):
+    """The sweep is killed between the end of a run and the write of its row."""
+    points = read_sweep(write(tmp_path, GRID), tmp_path / "runs")
+    expected = run_sweep(points, tmp_path / "runs")
+    results = tmp_path / "runs" / "results.jsonl"
+    first, *_ = results.read_text().splitlines(keepends=True)
+    results.write_text(first)
+    lines: list[str] = []
+    assert run_sweep(points, tmp_path / "runs", tell=lines.append) == expected
+    assert len(lines) == len(points) - 1
+
+
 def test_an_interrupted_sweep_saves_its_run_and_says_so(tmp_path):
     file = write(tmp_path, LONG)
     folder = tmp_path / "runs"

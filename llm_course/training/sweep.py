@@ -31,7 +31,8 @@ from ..checks import check_sizes
 from ..files import write_text
 from .callbacks import read_metrics
 from .config import Config
-from .run import train_worker
+from .folder import load_state
+from .run import FinishedRun, train_worker
 from llm_course.training.sources import (
     KEY_TYPES,
     StrictLoader,
@@ -217,6 +218,15 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     return sum(n * row["step_seconds"] for n, row in zip(counts, timed, strict=True))
 
 # %% ../../nbs/22b_sweep.ipynb #b22b018
+def _train_point(config: Config) -> dict[str, float] | None:
+    """The last measurements of a run, trained now or before; None if a signal has stopped it."""
+    try:
+        result = train_worker(config)
+    except FinishedRun:  # the sweep was killed before it wrote the row
+        return load_state(config.run_dir)["metrics"]
+    return None if result.stop_reason in signal.Signals.__members__ else result.metrics
+
+
 def run_point(point: Point) -> dict[str, Any] | None:
     """Train one run, or the rest of it, and return its row; None if a signal has stopped it.
 
@@ -226,14 +236,14 @@ def run_point(point: Point) -> dict[str, Any] | None:
     _borrow_text(config)
     start = {"name": point.name, **point.settings}
     try:
-        result = train_worker(config)
+        metrics = _train_point(config)
     except FloatingPointError as error:
         return start | {"error": str(error)}
-    if result.stop_reason in signal.Signals.__members__:
+    if metrics is None:
         return None
     rows = read_metrics(config.log_dir / "metrics.jsonl")
     last = {key: rows[-1][key] for key in ("step", "targets", "loss")}
-    return start | last | result.metrics | {"seconds": round(_seconds(rows), 3)}
+    return start | last | metrics | {"seconds": round(_seconds(rows), 3)}
 
 # %% ../../nbs/22b_sweep.ipynb #b22bworker
 def _end_with_parent() -> None:

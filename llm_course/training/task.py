@@ -37,8 +37,8 @@ class TrainingTask(ABC):
     """What the engine must know about a learning problem.
 
     Subclass it, and name the class with `--task package.module:Class`. `build_model` and
-    `train_step` must be defined: a TypeError names those that aren't. `build_data` is needed where
-    the engine isn't given its data.
+    `train_step` must be defined: a TypeError names those that aren't. `--task` needs `build_data`
+    as well; a program of your own may hand the engine other data.
     """
 
     def __init__(self, config: Config):

@@ -23,7 +23,7 @@ def chunk_loss_and_gradient(
     """The summed loss of n positions, and its gradient with respect to their logits (n, V).
 
     `h` is (n, C), `weight` (V, C), `target` (n,), with IGNORE_INDEX where there is none. The
-    gradient is taken before the soft cap. Loss and gradient are in float32 at least.
+    gradient is that of the logits before the soft cap. Loss and gradient are in float32 at least.
     """
     counts = target != IGNORE_INDEX  # (n,)
     target = target.where(counts, 0)  # any valid index: its loss is not counted
@@ -89,9 +89,9 @@ def _one_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """The summed loss of n positions with `target` (n, 1), and its gradient w.r.t. logits (n, V).
 
-    The gradient is taken before the soft cap. Everything is computed in two buffers (n, V):
-    `narrow`, in the type of `h`, which holds the gradient at the end, and `logits`, in float32 at
-    least. If the types are the same, the two are one tensor.
+    The gradient is that of the logits before the soft cap. Everything is computed in two buffers
+    (n, V): `narrow`, in the type of `h`, which holds the gradient at the end, and `logits`, in
+    float32 at least. If the types are the same, the two are one tensor.
     """
     counts = target != IGNORE_INDEX
     target = target.where(counts, 0)  # any valid index: its loss is not counted
