@@ -216,6 +216,8 @@ def test_names_points_and_messages(exercise):
         [],
         ["# Measure here. This cell is not graded."],
     ), "every code cell needs a grade_id, lock those that are given; but one to try things in"
+    given = [cell.source for cell in cells if cell.is_code and cell.kind == "given"]
+    assert 'warnings.simplefilter("ignore")' in given[0], "a warning costs points"
     text = "\n".join(cell.source for cell in cells if not cell.is_code)
     for cell in graded:
         statements = (

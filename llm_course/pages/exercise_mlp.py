@@ -55,7 +55,7 @@ def check_by_hand(answers: Answers) -> None:
     )
     match = up @ x
     assert not torch.equal(typed["matches"], match.relu()), (
-        "matches: you have bent them already; type them before the bend"
+        "matches: the activation has already acted on them; type the matches before it"
     )
     for i, key in enumerate(UP):
         assert typed["matches"][i] == match[i], (
@@ -67,7 +67,7 @@ def check_by_hand(answers: Answers) -> None:
         for slip, hidden in numbers.items():
             assert not torch.equal(typed[name], down @ hidden), f"{name}: {slip}"
     assert not torch.equal(typed["output"], (down @ match).relu()), (
-        "output: the bend comes before `down`, not after"
+        "output: the activation comes before `down`, not after"
     )
     for name, right in (
         ("output", down @ match.relu()),
@@ -102,10 +102,11 @@ def _gated_slips(match: Tensor, branch: Tensor) -> dict[str, Tensor]:
     """The same for the gated layer."""
     return {
         "this is the output without the up branch": match.relu(),
-        "you bent the up branch; the bend belongs to the gate": match * branch.relu(),
-        "you bent the product; only the gate is bent": (match * branch).relu(),
-        "you bent both branches; only the gate is bent": match.relu() * branch.relu(),
-        "the gate is not bent": match * branch,
+        "you activated the up branch; the activation acts on the gate only": match * branch.relu(),
+        "you activated the product; the activation acts on the gate only": (match * branch).relu(),
+        "you activated both branches; the activation acts on the gate only": match.relu()
+        * branch.relu(),
+        "the gate has no activation": match * branch,
         "the gate multiplies the up branch, it is not added to it": match.relu() + branch,
     }
 
@@ -145,7 +146,7 @@ def without_package(mended: Answer, x: Tensor) -> Any:
 
 
 def check_gate(answers: Answers) -> None:
-    """Task 2: SiLU bends the gate, and nothing else."""
+    """Task 2: SiLU acts on the gate, and on nothing else."""
     with torch.no_grad():
         x = normal(2, 5, 6, seed=1)
         mended, real = twins(mended_class(answers), 6, 10, use_glu=True)
@@ -154,12 +155,12 @@ def check_gate(answers: Answers) -> None:
         g = mended.gate_proj(x)
         u = mended.up_proj(x)
         for slip, hidden in {
-            "SiLU bends the up branch; it must bend the gate": g * F.silu(u),
-            "both branches are bent; only the gate is": F.silu(g) * F.silu(u),
-            "the product is bent; only the gate is": F.silu(g * u),
+            "SiLU acts on the up branch; it must act on the gate": g * F.silu(u),
+            "SiLU acts on both branches; it must act on the gate only": F.silu(g) * F.silu(u),
+            "SiLU acts on the product; it must act on the gate only": F.silu(g * u),
             "the gate goes through a sigmoid; SiLU is x times the sigmoid of x": g.sigmoid() * u,
             "the branches are added; the gate multiplies": F.silu(g) + u,
-            "nothing is bent": g * u,
+            "there is no activation": g * u,
         }.items():
             assert not torch.allclose(y, mended.down_proj(hidden), atol=1e-4), slip
         expect(
@@ -184,7 +185,7 @@ def check_plain(answers: Answers) -> None:
             " up to 0.0005"
         )
         assert not torch.allclose(y, mended.down_proj(F.silu(u)), atol=1e-4), (
-            "this is SiLU; without a gate the bend is GELU in the tanh form"
+            "this is SiLU; without a gate the activation is GELU in the tanh form"
         )
         expect(
             y,
@@ -325,7 +326,7 @@ def _check_one_product(name: str, got: Tensor, x: Tensor, j: int, k: int) -> Non
     b = x[:, k]
     assert not torch.allclose(got, -a * b, atol=1e-3), f"{name} has the wrong sign"
     assert j == k or not torch.allclose(got, F.silu(a) * b, atol=1e-3), (
-        f"{name} is SiLU(a) * b: one neuron is not enough, a second one with -a takes the bend out"
+        f"{name} is SiLU(a) * b: one neuron is not enough, a second one with -a cancels SiLU"
     )
     assert not torch.allclose(got, (F.silu(a) + F.silu(-a)) * b, atol=1e-3), (
         f"{name} is (SiLU(a) + SiLU(-a)) * b: change the sign of the up branch too, or subtract"
@@ -411,7 +412,10 @@ def check_smallest(same_cost_size: Answer, plain: int, multiple: int) -> None:
     found = same_cost_size(plain, multiple)
     start = 2 * plain // 3 // multiple * multiple
     right = next(n for n in range(start, 2 * plain + multiple, multiple) if 3 * n >= 2 * plain)
-    assert found == right, f"same_cost_size({plain}, {multiple}) = {found}, expected {right}"
+    assert found == right, (
+        f"same_cost_size({plain}, {multiple}) = {found}, expected {right}: the first multiple of"
+        f" {multiple} that is at least two thirds of {plain}, rounded only once, and up"
+    )
 
 
 def check_mistral(answers: Answers) -> None:
@@ -463,6 +467,11 @@ def check_chunks(in_chunks: Answer, B: int, T: int, size: int, out: int = 4) -> 
         y = error
     assert torch.equal(x, before), f"{name}: x has changed after the call"
     _check_pieces(name, [tuple(piece.shape) for piece in calls], B * T, size)
+    if isinstance(y, Exception) and calls:
+        raise AssertionError(
+            f"{name}: the pieces are right, but to join them your code raised {type(y).__name__}:"
+            f" {y}. The last dimension of the result is {out} here, which may differ from C = 3"
+        )
     if isinstance(y, Exception):
         raise y
     assert calls, f"{name}: the layer was never called"
@@ -521,6 +530,15 @@ def check_gradient_passes(in_chunks: Answer) -> None:
     )
 
 
+def check_wider(in_chunks: Answer) -> None:
+    """Task 5: a layer that returns another type than it gets."""
+    y = in_chunks(lambda piece: 2 * piece.double(), torch.ones(2, 5, 3), 4)
+    assert isinstance(y, Tensor) and y.dtype == torch.float64, (
+        f"the layer returns torch.float64 for a float32 x, but the result is"
+        f" {getattr(y, 'dtype', y)}: join what the layer returns, or take its dtype"
+    )
+
+
 def check_doubled(in_chunks: Answer, x: Tensor, size: int, words: str) -> None:
     """Task 5: any x, through a layer that doubles it."""
     expect(in_chunks(doubled, x, size), 2 * x, words, rtol=1e-5)
@@ -564,6 +582,11 @@ def check_compare(compare: Answer, a: list[float], b: list[float]) -> None:
     assert abs(right) < 1e-4 or abs(difference + right) > 1e-5, (
         f"{name}: the difference is {difference:.4f}, but it is mean(a) - mean(b)"
     )
+    by_pairs = statistics.fmean(x - y for x, y in zip(a, b, strict=False))
+    assert len(a) == len(b) or abs(by_pairs - right) < 1e-5 or abs(difference - by_pairs) > 1e-5, (
+        f"{name}: the difference is {difference:.4f}: one list is longer, and each mean is taken"
+        " over all runs of its list"
+    )
     assert abs(difference - right) < 1e-5, (
         f"{name}: the difference is {difference:.4f}, expected {right:.4f}"
     )
@@ -593,6 +616,10 @@ def _check_error(name: str, error: float, a: Sequence[float], b: Sequence[float]
         "a root is missing": real**2,
         "you add the two errors; their squares add": sum(single),
     }
+    both = statistics.variance(a) + statistics.variance(b)
+    for n in (len(a), len(b)):
+        slip = f"divide each variance by the number of its own runs, not both by {n}"
+        slips[slip] = math.sqrt(both / n)
     for slip, wrong in slips.items():
         assert abs(wrong - real) < 1e-5 or abs(error - wrong) > 1e-5, (
             f"{name}: the error is {error:.4f}: {slip}"
@@ -630,11 +657,13 @@ def _sleepy_layer(
     faint: Sequence[int],
     zero_key: Sequence[int],
     dtype: torch.dtype,
+    far: float = 1.0,
 ) -> tuple[MLP, Tensor]:
     """A plain layer and N examples; the lists are those of `check_revive`."""
     torch.manual_seed(C + N)
     mlp = MLP(C, neurons, use_glu=False, bias=True, activation="relu").to(dtype)
     x = torch.randn(N, C).to(dtype) + 1
+    x[0] *= far
     bias = mlp.up_proj.bias
     with torch.no_grad():
         matches = x @ mlp.up_proj.weight.T
@@ -661,11 +690,12 @@ def check_revive(
     faint: Sequence[int] = (),
     zero_key: Sequence[int] = (),
     dtype: torch.dtype = torch.float32,
+    far: float = 1.0,
 ) -> None:
     """Task 6: the neurons in `dead` never fire, in `rare` for one example, in `faint` for one and
-    hardly; `zero_key` has nothing but zeros.
+    hardly; `zero_key` has nothing but zeros. The first example is `far` times as large.
     """
-    mlp, x = _sleepy_layer(C, neurons, N, dead, rare, faint, zero_key, dtype)
+    mlp, x = _sleepy_layer(C, neurons, N, dead, rare, faint, zero_key, dtype, far)
     gone = sorted((*dead, *zero_key))
     was = {name: part.clone() for name, part in _parts_of(mlp).items()}
     with torch.no_grad():
@@ -681,7 +711,7 @@ def check_revive(
         after = mlp(x)
         share = (mlp.up_proj(x) > 0).double().mean(0).tolist()
     for i in gone:
-        _check_fires(i, was, now, x, share[i])
+        _check_fires(i, was, now, x, share[i], gone)
     words = (
         "the output for x has changed: a revived neuron must write nothing yet. Its value is a"
         " column of down_proj.weight"
@@ -705,6 +735,12 @@ def _in_place(revive: Answer, mlp: MLP, x: Tensor) -> Any:
             f"your code raised IndexError: {error}. The weight of up_proj is {up}, a key"
             f" is a row; that of down_proj is {down}, a value is a column"
         ) from None
+    except RuntimeError as error:
+        assert "dtype" not in str(error), (
+            f"your code raised RuntimeError: {error} x and the layer are {x.dtype}, so draw the"
+            " keys with dtype=x.dtype"
+        )
+        raise
     assert torch.equal(x, x_before), "x has changed after the call"
     assert all(p is q and p.requires_grad for p, q in zip(mlp.parameters(), kept, strict=True)), (
         "the layer has new parameters, or some that no longer learn: an optimizer holds the old"
@@ -737,7 +773,7 @@ def _check_alive(was: Parts, now: Parts, alive: list[int], fired: list[int], N: 
         )
 
 
-def _check_fires(i: int, was: Parts, now: Parts, x: Tensor, share: float) -> None:
+def _check_fires(i: int, was: Parts, now: Parts, x: Tensor, share: float, gone: list[int]) -> None:
     """A neuron that was dead fires for a good share of the examples."""
     old = _neuron(was, i)
     new = _neuron(now, i)
@@ -745,6 +781,11 @@ def _check_fires(i: int, was: Parts, now: Parts, x: Tensor, share: float) -> Non
     assert not unchanged, (
         f"neuron {i} was dead, and is unchanged: dead is a match of at most 0 everywhere;"
         " the match is up_proj(x)"
+    )
+    is_shared = len(gone) > 1 and new["bias"] != 0 and len(now["bias"][gone].unique()) == 1
+    assert 0.25 <= share <= 0.75 or not is_shared, (
+        f"neuron {i} was dead, and now fires for {share:.0%} of the examples: all new biases are"
+        f" {new['bias']:.2g}. Every key has matches of its own, so take the median of each"
     )
     bare = x @ new["key"]  # the matches without the bias
     assert share > 0, (
@@ -794,8 +835,8 @@ def _check_revived(revive: Answer, found: Any, mlp: MLP, x: Tensor, gone: list[i
     )
     again = expect_number(revive(mlp, x), "what revive returned")
     assert again == 0, (
-        f"a second call finds {again:g} dead neurons, but now all fire for some example: dead means"
-        " a match above 0 for none, whatever the mean or the gradient"
+        "dead means a match above 0 for no example, whatever the mean or the gradient; but called"
+        f" again, when every neuron fires for some example, revive returned {again:g}"
     )
     F.mse_loss(mlp(x), torch.randn_like(x)).backward()
     gradient = mlp.down_proj.weight.grad
@@ -803,3 +844,16 @@ def _check_revived(revive: Answer, found: Any, mlp: MLP, x: Tensor, gone: list[i
         assert gradient is not None and (gradient[:, i] != 0).all(), (
             f"no gradient reaches the value of neuron {i}, so it cannot learn"
         )
+
+
+def check_random(revive: Answer) -> None:
+    """Task 6: no seed of its own."""
+    mlp, x = _sleepy_layer(6, 20, 50, range(10), (), (), (), torch.float32)
+    layers = [mlp, copy.deepcopy(mlp)]
+    for layer in layers:
+        revive(layer, x)
+    first, second = (layer.up_proj.weight.detach()[:10] for layer in layers)
+    assert not torch.equal(first, second), (
+        "two calls draw the same keys. Set no seed in the function: it would change the random"
+        " numbers of the whole training, and what dies later would get the keys of these neurons"
+    )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_course.model.moe import MoE, Router, Routing
+from llm_course.model.moe import MoE, Router, Routing, choose_experts
 from llm_course.pages.checking import Answer, Answers, case, expect_number, forbid, written
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -59,6 +59,10 @@ def check_typed(name: str, numbers: Any, right: Tensor, slips: Mapping[str, Any]
     places = [i + 1 for i in range(len(right)) if not abs(typed[i] - right[i]) < 2e-3]
     where = (
         f" at place {', '.join(map(str, places))} of 1 to {len(right)}" if len(right) > 1 else ""
+    )
+    is_rounded = bool((typed - right).abs().max() < 6e-3)
+    assert not places or not is_rounded, (
+        f"{name}: right, but rounded too early; type fractions such as 2 / 3, or three decimals"
     )
     assert not places, (
         f"{name}: you have {[round(n, 3) for n in typed.tolist()]}, PyTorch gets something"
@@ -160,7 +164,7 @@ def check_route(
         f" {'no bias' if bias is None else 'a bias'}, {logits.dtype}"
     )
     with case(f"Task 2, {name}"):
-        with forbid(Router.forward):
+        with forbid(Router.forward, choose_experts):
             found = route(logits, k, norm) if bias is None else route(logits, k, norm, bias)
         assert torch.equal(logits, kept), "the logits have changed after the call: work on a copy"
         assert bias is None or kept_bias is not None and torch.equal(bias, kept_bias), (
@@ -174,7 +178,7 @@ def check_route(
         wide = logits.float() if logits.dtype != torch.float64 else logits
         _check_chosen(found[0], wide, shift)
         expect_named(found[1], (N, k), wide.dtype, "weights")
-        _check_vanished(found[1], norm)
+        _check_vanished(found[1], norm, wide.softmax(-1).gather(-1, found[0]))
         _check_route_weights(found[1], found[0], logits, shift, norm)
 
 
@@ -208,7 +212,7 @@ def _check_chosen(index: Tensor, wide: Tensor, shift: Tensor) -> None:
     )
 
 
-def _check_vanished(weights: Tensor, norm: bool) -> None:
+def _check_vanished(weights: Tensor, norm: bool, chosen: Tensor) -> None:
     """What happens where all the chosen probabilities are 0 in float32."""
     assert not weights.isnan().any(), (
         "a weight is NaN: 0 divided by 0, because all the chosen probabilities have vanished. A"
@@ -218,6 +222,12 @@ def _check_vanished(weights: Tensor, norm: bool) -> None:
         "the weights of a token are all 0: its chosen probabilities have vanished, and a small"
         " number added to the divisor does not bring them back. A softmax over the chosen"
         " logits needs no division"
+    )
+    even = weights[(chosen == 0).all(-1)] - 1 / weights.shape[-1]
+    assert not norm or chosen.shape[-1] == 1 or not (even.abs() < 1e-6).any(), (
+        "the weights of a token are all the same: its chosen probabilities have vanished, and a"
+        " small number in their place is the same for all. A softmax over the chosen logits keeps"
+        " them apart"
     )
 
 
@@ -475,7 +485,7 @@ def check_sigmoid(
     kept = router.expert_bias.clone()
     with case(
         f"Task 4, {N} tokens, {E} experts, top_k={k}, norm_topk_prob={norm},"
-        f" {'a' if biased else 'no'} bias"
+        f" {'a' if biased else 'no'} bias, {dtype}"
     ):
         found = router(x)
         assert torch.equal(router.expert_bias, kept), (
@@ -485,12 +495,7 @@ def check_sigmoid(
         wide = torch.promote_types(dtype, torch.float32)
         logits = x.to(wide) @ router.weight.T.to(wide)
         expect_named(found.logits, (N, E), wide, "logits")
-        assert not torch.allclose(found.logits, logits.sigmoid(), atol=1e-4), (
-            "logits: these are the sigmoids; return the logits"
-        )
-        assert torch.allclose(found.logits, logits, atol=1e-4), (
-            "logits: these are not x times the weight; is the bias in them?"
-        )
+        _check_sigmoid_logits(found.logits, logits, (x @ router.weight.T).to(wide))
         expect_named(found.expert_index, (N, k), torch.int64, "expert_index")
         _check_sigmoid_choice(found.expert_index, logits, kept)
         expect_named(found.weights, (N, k), wide, "weights")
@@ -504,6 +509,18 @@ def check_sigmoid(
         assert torch.allclose(ours, real, atol=1e-4), (
             "the weights are right, but not their gradient: is something detached?"
         )
+
+
+def _check_sigmoid_logits(found: Tensor, logits: Tensor, half: Tensor) -> None:
+    """The logits; `half` are those in the type of x."""
+    assert not torch.allclose(found, logits.sigmoid(), atol=1e-4), (
+        "logits: these are the sigmoids; return the logits"
+    )
+    is_right = torch.allclose(found, logits, atol=1e-4)
+    assert is_right or not torch.allclose(found, half, atol=1e-4), (
+        "logits: computed in half precision; convert x and the weight first"
+    )
+    assert is_right, "logits: these are not x times the weight; is the bias in them?"
 
 
 def _check_sigmoid_choice(index: Tensor, logits: Tensor, shift: Tensor) -> None:
@@ -705,8 +722,11 @@ def check_collapse(collapse_row: Answer, name: str, loads: Tensor) -> None:
         if found == expected:
             return
         seen = (
-            f"experts in use {[round(u, 2) for u in used]} of {E}; expected {expected}, got"
-            f" {'None' if found is None else f'{found:g}'}"
+            f"your numbers of experts in use should be {[round(u, 2) for u in used]} of {E}: print"
+            f" yours; expected {expected}, got {'None' if found is None else f'{found:g}'}"
+        )
+        assert found != first_of([u < E / 2 + 1e-6 for u in used]), (
+            f"{seen}. A row with exactly {E / 2:g} experts in use is not collapsed"
         )
         idle = _hint_at_nan(rows, used, found)
         assert found is not None, (
@@ -861,7 +881,8 @@ def check_step(
         _, load = two_steps(fresh, steps, rate, lr)
         assert torch.equal(found, load), (
             f"the returned load is {found.tolist()}, expected {load.tolist()}, the sum over the"
-            " micro-batches"
+            " micro-batches of what the layer has counted. (After the optimizer's step its router"
+            " is another: don't route again.)"
         )
 
 
@@ -882,6 +903,10 @@ def _check_trained(moe: MoE, fresh: MoE, steps: list[Batches], rate: float, lr: 
     for slip, planted in _step_slips(len(steps[0])).items():
         wrong, _ = two_steps(fresh, steps, rate, lr, **planted)
         assert not (same(wrong) and near(wrong)), slip
+    usual, _ = two_steps(fresh, steps, 1e-3, lr)
+    assert not (same(usual) and near(usual)), (
+        f"the bias moves at update_bias's own rate: pass rate={rate} on"
+    )
     assert near(right) or not same(right), (
         "the parameters are right, but not the bias: one update, with the load of all micro-batches"
     )
@@ -1090,11 +1115,15 @@ def _explain_dropped(
         "one place is left empty: a capacity of c has c places": drop(places - 1),
         "the last in line were served first": drop(places, by_choice[::-1]),
         "the factor plays no part": drop(math.ceil(N * k / E)),
+        "round only factor * N k / E; you have rounded the even share, too": drop(
+            math.ceil(factor * math.ceil(N * k / E))
+        ),
+        f"one choice too many finds a place: a capacity of {places} has {places} places, and a"
+        " whole number isn't rounded up": drop(places + 1),
         "every column has places of its own; an expert's places serve all columns": torch.cat(
             columns, 1
         ),
         "the queue goes column by column: turn it back by .view(k, N).T": right.T.reshape(N, k),
-        "one choice too many finds a place": drop(places + 1),
         "nothing is dropped": torch.zeros_like(right),
     }
     for slip, wrong in slips.items():
@@ -1149,7 +1178,19 @@ def check_capacity_gradients(with_capacity: Answer) -> None:
     """Task 6: every parameter learns."""
     torch.manual_seed(0)
     moe = MoE(4, 6, num_experts=3, top_k=2)
-    with_capacity(moe, torch.randn(9, 4), 0.5)[0].square().sum().backward()
+    y, _ = with_capacity(moe, torch.randn(9, 4), 0.5)
+    assert y.requires_grad, "no gradient reaches the parameters: is there a no_grad or a detach?"
+    y.square().sum().backward()
     assert all(p.grad is not None for p in moe.parameters()), (
         "no gradient reaches some parameters: is something detached?"
+    )
+
+
+def check_capacity_dtype(with_capacity: Answer) -> None:
+    """Task 6: y in the dtype of x, though the router's weights are float32."""
+    torch.manual_seed(0)
+    moe = MoE(4, 6, num_experts=3, top_k=2).bfloat16()
+    y, _ = with_capacity(moe, torch.randn(9, 4).bfloat16(), 0.5)
+    assert y.dtype == torch.bfloat16, (
+        f"y is {y.dtype} for a bfloat16 x: the weights are float32, so convert the sum back"
     )
