@@ -27,6 +27,17 @@ def case(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def explained(kind: type[Exception] | tuple[type[Exception], ...], reason: str) -> Iterator[None]:
+    """Give the likely reason of an error that the student's code raises in a `case`."""
+    try:
+        yield
+    except AssertionError as error:
+        if isinstance(error.__cause__, kind):
+            raise AssertionError(f"{error}: {reason}") from error.__cause__
+        raise
+
+
+@contextmanager
 def forbid(*ready_made: Any) -> Iterator[None]:
     """Refuse calls of these functions, of the methods of these classes and of everything in these
     modules, whatever name they were imported under.

@@ -74,7 +74,7 @@ def _check_labels(typed: Batches) -> None:
         " although each needs T + 1 ids"
     )
     assert not any(number < 0 for row in typed for number in row), (
-        "labels marks some places as no targets; in a packed row each place has a target, also a"
+        "labels has places that aren't targets; in a packed row each place has a target, also a"
         " separator and what comes after one"
     )
     for r, right in enumerate(windows["labels"].tolist()):
@@ -197,15 +197,13 @@ def check_collate(collate: Answer, examples: list[Example], pad: int) -> None:
         try:
             batch = collate(examples, pad)
         except ValueError as error:
+            _expect_unchanged(examples, before)
             assert "expected sequence of length" not in str(error), (
                 "the rows have unequal lengths: ids, targets and mask need `width` numbers for each"
                 " example"
             )
             raise
-    assert [(list(prompt), list(answer)) for prompt, answer in examples] == before, (
-        "your code changed the examples: `prompt += answer` writes into the caller's list,"
-        " `[*prompt, *answer]` makes a new one"
-    )
+    _expect_unchanged(examples, before)
     assert isinstance(batch, dict) and {"input_ids", "labels", "attention_mask"} <= batch.keys(), (
         "collate must return a dict of input_ids, labels and attention_mask"
     )
@@ -223,6 +221,13 @@ def check_collate(collate: Answer, examples: list[Example], pad: int) -> None:
         _check_inputs(b, batch["input_ids"][b].tolist(), prompt + answer, pad)
         _check_targets(b, batch["labels"][b].tolist(), prompt, answer, pad)
         _check_mask(b, batch["attention_mask"][b].tolist(), len(prompt + answer))
+
+
+def _expect_unchanged(examples: Sequence[Example], before: Sequence[Example]) -> None:
+    assert [(list(prompt), list(answer)) for prompt, answer in examples] == before, (
+        "your code changed the examples: `prompt += answer` writes into the caller's list,"
+        " `[*prompt, *answer]` makes a new one"
+    )
 
 
 def _check_inputs(b: int, inputs: list[int], row: list[int], pad: int) -> None:
@@ -254,7 +259,7 @@ def _check_targets(
         where = f"example {b} (prompt {prompt}, answer {answer}), place {t}: the label is {got}"
         if t + 1 < len(prompt):
             assert got == IGNORE_INDEX, (
-                f"{where}, which is id {t + 1} of the prompt; the prompt is no target, so -100"
+                f"{where}, which is id {t + 1} of the prompt; the prompt isn't a target, so -100"
                 " belongs here"
             )
         elif t + 1 < n:
@@ -266,7 +271,7 @@ def _check_targets(
                 )
             if row[t + 1] == pad:
                 why = (
-                    "This id of the answer equals the padding id, but it is no padding: decide by"
+                    "This id of the answer equals the padding id, but it isn't padding: decide by"
                     " the place"
                 )
             assert got == row[t + 1], f"{where}, expected {row[t + 1]}. {why}"
@@ -534,8 +539,8 @@ def check_end(answers: Answers) -> None:
             " batch, and only there"
         )
         assert found[-1] != IGNORE_INDEX, (
-            f"the text 5 4 3 0 has the labels {found}: its end, 0, is no target, so no model learns"
-            " to stop. Mask the padding, not the end"
+            f"the text 5 4 3 0 has the labels {found}: its end, 0, isn't a target, so no model"
+            " learns to stop. Mask the padding, not the end"
         )
         assert found == [4, 3, 0], f"the text 5 4 3 0 has the labels {found}, expected [4, 3, 0]"
         both = mended(answers, [[5, 4, 3, 0], [7, 0]])[1]["labels"].tolist()
@@ -644,6 +649,9 @@ def check_whole(answers: Answers) -> None:
 # ------------------------------------------------------------------ task 5: an honest score
 
 
+FIVES = ". Yours is right for runs of 5 words: do you give `size` to shingles?"
+
+
 def _kept(documents: Sequence[str], threshold: float, size: int) -> list[str]:
     """The documents that must be kept, by their exact similarity."""
     runs = [cleaning.shingles(document, size) for document in documents]
@@ -667,9 +675,10 @@ def check_near(
         " result?"
     )
     wanted = _kept(before, threshold, size)
+    hint = FIVES if got == _kept(before, threshold, 5) else ""
     assert got == wanted, (
         f"{message}. With threshold={threshold} and size={size}, of {before} you keep {got},"
-        f" expected {wanted}"
+        f" expected {wanted}{hint}"
     )
 
 
@@ -761,17 +770,22 @@ def check_known(
         f"share_known returned {len(got)} numbers for {len(val)} validation documents: one for each"
         " of them, and none for training documents"
     )
-    known = [cleaning.shingles(text, size) for text in train]
     for text, share in zip(val, got, strict=True):
-        mine = cleaning.shingles(text, size)
-        wanted = sum(any(run in other for other in known) for run in mine) / len(mine)
+        wanted = _share(train, text, size)
+        hint = FIVES if share == _share(train, text, 5) else ""
         assert isinstance(share, int | float | np.number), (
             f"the share of {text!r} is of the type {type(share).__name__}: give a float"
         )
         assert abs(share - wanted) < 1e-6, (
             f"{message}. For train={train} and the validation document {text!r} you find {share},"
-            f" expected {wanted:.3f}"
+            f" expected {wanted:.3f}{hint}"
         )
+
+
+def _share(train: Sequence[str], text: str, size: int) -> float:
+    known: set[str] = set().union(*(cleaning.shingles(one, size) for one in train))
+    mine = cleaning.shingles(text, size)
+    return len(mine & known) / len(mine)
 
 
 # training documents, validation documents, size, what to look at
@@ -901,6 +915,12 @@ class Characters:
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         return [ord(character) % 900 + self.shift_by for character in text]
+
+    def decode(self, ids: Any) -> str:
+        raise AssertionError(
+            "copy the ids as they are: they take no decoding, and what is decoded and encoded again"
+            " may have other ids"
+        )
 
 
 def write_parts(folder: str, groups: Sequence[Sequence[str]], tokenizer: Any) -> list[Path]:
@@ -1198,8 +1218,8 @@ def check_crashes(
             with suppress(how):
                 prepare(disk, "manual", made)
             note = disk.get("info")
-            mixed = {name: text for name, text in disk.items() if text != made(name, note or "")}
-            mixed.pop("info", None)
+            found = {name: disk.get(name) for name in FILES}
+            mixed = {name: text for name, text in found.items() if text != made(name, note or "")}
             assert note is None or not mixed, (
                 f"change {number} fails, and afterwards the note says {note!r}, but the disk holds"
                 f" {mixed}: when must the old note go, and when may the new one come?"

@@ -1,13 +1,12 @@
 """The visible checks of exercise 21, evaluation: each says what is wrong with an answer."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from llm_course.pages.checking import Answer, case, forbid, is_close
+from llm_course.pages.checking import Answer, case, explained, forbid, is_close
 from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
@@ -21,17 +20,6 @@ def call(answer: Answer, *arguments: Any, **options: Any) -> Any:
         return answer(*arguments, **options)
 
 
-@contextmanager
-def explained(kind: type[Exception], reason: str) -> Iterator[None]:
-    """Give the likely reason of an error that the student's code raises in `call`."""
-    try:
-        yield
-    except AssertionError as error:
-        if isinstance(error.__cause__, kind):
-            raise AssertionError(f"{error}: {reason}") from error.__cause__
-        raise
-
-
 # ------------------------------------------------------------------------------------- task 1
 
 
@@ -39,22 +27,30 @@ def check_marks(
     marks: Answer, log_probs: Sequence[float], choices: Sequence[str], answer: int
 ) -> None:
     """`marks(log_probs, choices, answer)`: by sum, by byte, and the confidence."""
-    with explained(ZeroDivisionError, "log-probabilities may be so low that math.exp gives 0"):
+    with (
+        explained(ZeroDivisionError, "log-probabilities may be so low that math.exp gives 0"),
+        explained(OverflowError, "of the largest log-probability, math.exp must not overflow"),
+    ):
         found = call(marks, list(log_probs), list(choices), answer)
     assert isinstance(found, tuple) and len(found) == 3, (
         f"marks returned {found!r}, expected three: by_sum, by_byte, confidence"
     )
     by_sum, by_byte, confidence = found
+    for name, mark in (("by_sum", by_sum), ("by_byte", by_byte)):
+        assert isinstance(mark, bool | np.bool_), (
+            f"{name} is {mark!r}, expected True or False: is the choice the right one?"
+        )
     best = max(range(len(choices)), key=lambda i: log_probs[i])
     assert by_sum == (best == answer), (
         f"by_sum is {by_sum!r}: the likeliest choice is {choices[best]!r}, and the answer"
-        f" {choices[answer]!r}"
+        f" {choices[answer]!r}, so it should be {best == answer}"
     )
     rates = [one / len(text.encode()) for one, text in zip(log_probs, choices, strict=True)]
     longest = max(range(len(choices)), key=lambda i: rates[i])
     assert by_byte == (longest == answer), (
-        f"by_byte is {by_byte!r}: the likeliest choice per byte of its UTF-8 is"
-        f" {choices[longest]!r}, and the answer {choices[answer]!r}"
+        f"by_byte is {by_byte!r}: the likeliest choice per byte of its UTF-8 (spaces, too) is"
+        f" {choices[longest]!r}, and the answer {choices[answer]!r}, so it should be"
+        f" {longest == answer}"
     )
     total = sum(math.exp(one - log_probs[best]) for one in log_probs)
     assert not is_close(confidence, math.exp(log_probs[best])) or is_close(total, 1), (
@@ -84,34 +80,45 @@ def check_interval(
     assert (low, high) == tuple(
         map(float, call(interval, list(marks), list(groups), 4000, seed))
     ), "the same seed gives another interval: draw with a generator of your own"
-    expected = _interval(marks, groups)
-    plain = _interval(marks, range(len(marks)))
+    expected = _interval(marks, groups, 40_000)
+    plain = _interval(marks, range(len(marks)), 4000)
     width = expected[1] - expected[0]
     off = max(abs(low - expected[0]), abs(high - expected[1]))
     near = max(abs(low - plain[0]), abs(high - plain[1]))
     assert off <= 0.1 * width or near > 0.1 * (plain[1] - plain[0]), (
-        f"[{low:.3f}, {high:.3f}] is the interval for single questions: draw whole groups"
+        f"[{low:.3f}, {high:.3f}] is the interval for single questions: draw whole groups,"
+        " whose marks needn't be next to each other"
     )
     assert high - low > 1e-9, f"low is {low}, high {high}: the interval has no width"
-    assert off <= 0.1 * width, (
+    assert off <= max(0.06 * width, 1.01 / len(marks)), (
         f"the interval is [{low:.3f}, {high:.3f}], expected about"
-        f" [{expected[0]:.3f}, {expected[1]:.3f}]: as many groups as there are, with replacement,"
-        " the mean over all their marks, and the middle 95% of these means"
+        f" [{expected[0]:.3f}, {expected[1]:.3f}]: draw as many groups as there are, with"
+        " replacement; take the mean over all their marks, not of their means; and of these means"
+        " the quantiles 0.025 and 0.975. A group's marks needn't be next to each other"
     )
 
 
-def _interval(marks: Sequence[float], groups: Sequence[int]) -> tuple[float, float]:
+def check_resamples(interval: Answer) -> None:
+    """How many resamples are drawn is up to the caller."""
+    marks, groups = marks_by_story(stories=30, each=6, seed=3)
+    few, many = (call(interval, marks, groups, resamples, 0) for resamples in (40, 400))
+    assert few != many, "40 resamples and 400 give the same interval: draw as many as `resamples`"
+
+
+def _interval(marks: Sequence[float], groups: Sequence[int], resamples: int) -> tuple[float, float]:
     names = sorted(set(groups))
     inside = [[m for m, g in zip(marks, groups, strict=True) if g == name] for name in names]
     sums = np.array([[sum(one), len(one)] for one in inside])
-    draws = np.random.default_rng(7).multinomial(len(names), [1 / len(names)] * len(names), 8000)
+    draws = np.random.default_rng(7).multinomial(
+        len(names), [1 / len(names)] * len(names), resamples
+    )
     totals = draws @ sums
     low, high = np.quantile(totals[:, 0] / totals[:, 1], [0.025, 0.975])
     return float(low), float(high)
 
 
 def marks_by_story(*, stories: int, each: int, seed: int) -> tuple[list[float], list[int]]:
-    """Marks that go together within a story, and the number of each one's story."""
+    """Marks that go together within a story, and the number of each one's story, in no order."""
     rng = np.random.default_rng(seed)
     marks: list[float] = []
     groups: list[int] = []
@@ -119,8 +126,9 @@ def marks_by_story(*, stories: int, each: int, seed: int) -> tuple[list[float], 
         size = int(rng.integers(1, 2 * each))
         share = 0.95 if rng.random() < 0.6 else 0.15
         marks += (rng.random(size) < share).astype(float).tolist()
-        groups += [story] * size
-    return marks, groups
+        groups += [7 * story + 3] * size
+    order = rng.permutation(len(marks))
+    return [marks[i] for i in order], [groups[i] for i in order]
 
 
 # ------------------------------------------------------------------------------------- task 3
@@ -148,7 +156,8 @@ def check_calibration(
         )
     assert is_close(found, right), (
         f"the calibration error is {found!r}, expected {right:.4f}: bins of equal width, 1.0 in the"
-        " last one, and in each the mean confidence against the accuracy"
+        " last one, a border in the upper one (int(0.6 * 10) is 6, but 0.6 // 0.1 is 5), and in"
+        " each the mean confidence against the accuracy"
     )
 
 
@@ -189,11 +198,13 @@ def check_leaks(
     assert not missed, (
         f"question {missed[0]} is in the training text, and you don't find it:"
         f" {questions[missed[0]][:60]!r}. Case, punctuation and line breaks don't count, a question"
-        " of fewer words than n is a single run, and a share equal to the threshold is enough"
+        " of fewer words than n is a single run, its runs may come from several documents, and a"
+        " share equal to the threshold is enough"
     )
     wrongly = sorted(set(found) - set(expected))
     assert not wrongly, (
         f"question {wrongly[0]} hasn't leaked: {questions[wrongly[0]][:60]!r}. What counts is the"
-        " share of its runs of n words that one of the documents has"
+        " share of its runs of n words that a document has: whole words, and not across two"
+        " documents. A question without words has no runs"
     )
     assert found == list(expected), f"the indices are {found}: each once, in order"
