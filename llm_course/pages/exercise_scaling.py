@@ -100,7 +100,7 @@ def _explain_size(size: float, right: float, N: Sequence[float], losses: Sequenc
     """Which mistake gives this size; `right` is the logarithm of the right one."""
     by_loss = np.argsort(losses)
     few = [by_loss[:count] for count in range(3, len(N))]
-    partial = [_lowest(np.log(N)[best], np.array(losses)[best])[0] for best in few]
+    partial = [_lowest(np.log(N)[best], [losses[i] for i in best])[0] for best in few]
     slips = [
         (
             N[by_loss[0]],
