@@ -21,7 +21,7 @@ from .config import Config
 from .sources import flatten
 
 # %% ../../nbs/20b_bands.ipynb #bandssettings
-# what a run writes, and the machine that it runs on: none of this moves the loss
+# what may differ between runs of one task: what they write, their machine, their seeds
 _ELSEWHERE = (
     "run_dir",
     "task",
@@ -63,7 +63,7 @@ COLUMNS = ("loss", "val_loss", "grad_norm")
 
 
 def record_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
-    """The curves in the rows of a `metrics.jsonl`: for each of `COLUMNS`, its [targets, value]."""
+    """The curves in the rows of a `metrics.jsonl`: [targets, value] pairs for each of `COLUMNS`."""
     return {
         name: [[row["targets"], float(f"{row[name]:.4g}")] for row in rows if name in row]
         for name in COLUMNS
@@ -153,7 +153,7 @@ class Band:
         return found
 
     def differences(self, config: Config) -> dict[str, tuple[Any, Any]]:
-        """The knobs that `config` has turned: (here, in the reference) by path."""
+        """The knobs that `config` has turned, by path: its value, and the reference's."""
         _, knobs = curve_settings(config)
         there = self.knobs
         return {key: (knobs[key], there[key]) for key in there if knobs.get(key) != there[key]}

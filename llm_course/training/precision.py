@@ -22,7 +22,7 @@ from .task import StepOutput, TrainingTask
 class MixedPrecision:
     """Autocast to half precision, with the loss scaling that fp16 needs.
 
-    `precision` is fp32, which changes nothing, bf16 or fp16; ValueError for another one.
+    `precision` is fp32, which changes nothing, bf16 or fp16; ValueError for any other.
     """
 
     def __init__(self, precision: str, device: torch.device):
@@ -84,7 +84,7 @@ class ForwardPass:
 
 # %% ../../nbs/14c_precision.ipynb #14cdynam
 def with_dynamic_rows(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies of a batch's tensors, with a number of rows that the compiler may vary."""
+    """Contiguous copies of a batch's tensors, whose number of rows the compiler lets vary."""
     batch = {
         name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in batch.items()
     }
