@@ -61,7 +61,7 @@ def test_a_healthy_run_is_normal(name):
 
 
 def test_each_seed_of_the_band_would_be_normal_beside_the_others():
-    """Leave one out: the band of five seeds holds the sixth."""
+    """Leave one out: the band of the other seeds holds it."""
     stored = json.loads((ROOT / "llm_course/training/bands.json").read_text(encoding="utf-8"))
     for name, entry in stored.items():
         for run in entry["runs"]:

@@ -433,8 +433,8 @@ def template(text: str, words: dict[str, str] | None = None) -> tuple[str, list[
 class Level:
     """How hard a story is.
 
-    `scenes` is the smallest and the largest number of scenes. `distance` is how many scenes later
-    than a thing's last move somebody may first wish for it. One person does up to `actions` things
+    `scenes` is the smallest and the largest number of scenes. A thing may be wished for from
+    `distance` scenes after its last move on. One person does up to `actions` things
     in a scene. `vocabulary` keeps only that many words of each kind, which makes a world small
     enough to be listed.
     """

@@ -139,7 +139,7 @@ class World(Situation):
         self.gifts.append((giver, thing, receiver))
 
     def tell(self, speaker: Person, thing: Thing, listener: Person) -> None:
-        """Say where the speaker thinks a thing is; the listener believes it or has the thing."""
+        """Say where the speaker thinks a thing is; a listener believes it, unless they have it."""
         _require(thing in speaker.beliefs, f"{speaker} has no idea where the {thing} is")
         _require(speaker.place is listener.place, f"{listener} is not {speaker.place}")
         if thing.where is not listener:

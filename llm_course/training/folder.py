@@ -190,7 +190,7 @@ def bring_tokenizer(config: Config) -> None:
 
 
 def load_initial(engine: TrainingEngine, initial: DecoderModel | None) -> None:
-    """Give an engine that is set up the weights of the model that `init_from` names."""
+    """Load the weights of the model that `init_from` names into an engine already set up."""
     source = engine.config.init_from
     if not isinstance(engine.model, DecoderModel):
         raise ValueError(

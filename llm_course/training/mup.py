@@ -50,7 +50,7 @@ def _with_factors(config: ModelConfig, multiplier: float, base_head_dim: int) ->
 def scale_rates(optimizer: Optimizer, matrices: list[nn.Parameter], factor: float) -> None:
     """Multiply the learning rate of `matrices` by `factor`, in groups of their own.
 
-    Weight decay, where the optimizer has one, is divided by it, so that their product stays.
+    Weight decay, if the optimizer has one, is divided by it, so their product stays the same.
     ValueError for a `factor` that isn't positive, and for a trainable matrix of another optimizer.
     """
     check_numbers("(0, inf)", factor=factor)

@@ -103,8 +103,8 @@ def products_are_kept(
 ) -> bool:
     """Whether attention is computed by two products, which keep all weights for backward.
 
-    It is when training in bfloat16 with at most `LONGEST_PRODUCTS` keys, on a CPU that multiplies
-    bfloat16 itself.
+    They are used for training in bfloat16 with at most `LONGEST_PRODUCTS` keys, on a CPU with
+    instructions for bfloat16.
     """
     short = num_keys <= LONGEST_PRODUCTS and dtype == torch.bfloat16 and requires_grad
     return short and device.type == "cpu" and cpu_multiplies_bf16()
@@ -136,7 +136,7 @@ def attention_saved_bytes(
     softcap: bool = False,
     on_bf16_cpu: bool = False,
 ) -> int:
-    """Bytes that attention keeps for backward: of q (B, H, T, D), k and v (B, K, T, D), its output.
+    """Bytes that attention keeps for backward, with q (B, H, T, D) and k and v (B, K, T, D).
 
     `width` is the number of bytes per number.
     """
