@@ -1,5 +1,6 @@
 """A control that the reader moves, beside a picture for those who only read."""
 
+import asyncio
 import functools
 import inspect
 import traceback
@@ -30,27 +31,57 @@ def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> Non
     except ImportError:
         display(static, raw=True)
         return
-    # it makes the widgets from the signature; what it would do with a change is done below
-    made = interactive(functools.wraps(draw)(lambda **_: None), **controls).kwargs_widgets
-    arguments = inspect.signature(draw).parameters
-    inputs = dict(zip(arguments, made, strict=True))
-    for name, control in inputs.items():
-        control.value = arguments[name].default
+    inputs = {}
+    for name, argument in inspect.signature(draw).parameters.items():
+        default = argument.default
+        control = interactive.widget_from_abbrev(controls.get(name, default), default)
+        control.description = control.description or name
+        control.value = default
+        inputs[name] = control
     screen = Output(outputs=picture)
 
-    def redraw(_: Any) -> None:
-        chosen = {name: control.value for name, control in inputs.items()}
+    drawn = {name: _value_of(control) for name, control in inputs.items()}
+
+    def redraw() -> None:
+        nonlocal drawn
+        chosen = {name: _value_of(control) for name, control in inputs.items()}
+        if chosen == drawn:
+            return
+        drawn = chosen
         try:
             screen.outputs = _shown_by(functools.partial(draw, **chosen))
         except Exception as error:
             screen.outputs = (_error_of(error),)
 
+    redraw_in_turn = _in_turn(redraw)
     for control in inputs.values():
         if not live and control.has_trait("continuous_update"):
             control.continuous_update = False
-        control.observe(redraw, "value")
+        control.observe(redraw_in_turn, "value")
     box = VBox([*inputs.values(), screen])
     display(box._repr_mimebundle_() | static, raw=True)
+
+
+def _value_of(control: Any) -> Any:
+    """The value of a control, without what a slider's arithmetic adds: it sends 30.000000000000004
+    for 30, as soon as it is shown.
+    """
+    value = control.value
+    return float(f"{value:.12g}") if isinstance(value, float) else value
+
+
+def _in_turn(function: Callable[[], None]) -> Callable[[Any], None]:
+    """A callback for a control that calls `function` in the thread of the cells, between two cells.
+
+    JupyterLab has the kernel answer its controls in threads of their own, but what a cell or a
+    picture shows is captured for the whole process, and pyplot knows no threads: two at a time would
+    take each other's output.
+    """
+    try:
+        loop = asyncio.get_running_loop()  # the kernel's
+    except RuntimeError:  # there is no kernel
+        return lambda _: function()
+    return lambda _: loop.call_soon_threadsafe(function)
 
 
 def _shown_by(draw: Callable[[], Any]) -> tuple[dict[str, Any], ...]:
