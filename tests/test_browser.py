@@ -91,6 +91,7 @@ def student(tmp_path_factory) -> Path:
     exercises.release(exercises.find_exercises([EXERCISE]), course, folder / "exercises")
     write_page(folder / "wide.ipynb", "#" * 100, "print('x' * 100)")
     write_page(folder / "control.ipynb", *WITH_CONTROLS)
+    write_page(folder / "idle.ipynb", WITH_AN_IDLE_CONTROL)
     return folder
 
 
@@ -329,6 +330,14 @@ def draw(height=2, color="red", filled=False):
     print("height", height, color)
 """,
 )
+WITH_AN_IDLE_CONTROL = """
+from llm_course.pages.play import play
+
+def draw(used=1, idle=1):
+    print("used", used)
+
+play(draw, used=(1, 3), idle=(1, 3))
+"""
 CONTROLS = ", ".join(
     f".jp-OutputArea .{kind}"
     for kind in ("widget-slider", "widget-dropdown", "widget-checkbox", "widget-text")
@@ -417,6 +426,14 @@ def check_control(page, cell, control) -> None:
         raise AssertionError(f"{control.inner_text()!r} does nothing")
     page.wait_for_timeout(300)
     assert cell.locator("[data-mime-type*=stderr], [data-mime-type*=error]").count() == 0
+
+
+def test_a_control_that_does_nothing_is_found(browser, lab):
+    with tab_of(browser) as page:
+        open_notebook(page, lab, "idle.ipynb")
+        run(page)
+        with pytest.raises(AssertionError, match="idle.* does nothing"):
+            check_controls(page)
 
 
 @pytest.mark.parametrize("path", ["control.ipynb", *pages_with_controls()])

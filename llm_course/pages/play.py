@@ -1,14 +1,18 @@
 """A control that the reader moves, beside a picture for those who only read."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import io
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+from IPython import get_ipython
 from IPython.display import display
-from IPython.utils.capture import capture_output
 
 
 def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> None:
@@ -39,7 +43,6 @@ def play(draw: Callable[..., Any], *, live: bool = True, **controls: Any) -> Non
         control.value = default
         inputs[name] = control
     screen = Output(outputs=picture)
-
     drawn = {name: _value_of(control) for name, control in inputs.items()}
 
     def redraw() -> None:
@@ -71,26 +74,50 @@ def _value_of(control: Any) -> Any:
 
 
 def _in_turn(function: Callable[[], None]) -> Callable[[Any], None]:
-    """A callback for a control that calls `function` in the thread of the cells, between two cells.
+    """A callback for a control that calls `function` in the thread of the cells, and waits for it.
 
-    JupyterLab has the kernel answer its controls in threads of their own, but what a cell or a
-    picture shows is captured for the whole process, and pyplot knows no threads: two at a time would
-    take each other's output.
+    JupyterLab may have a second thread of the kernel answer the controls. But the output of a
+    process is captured for all of its threads, and pyplot's figures are theirs together: two
+    pictures drawn at a time would take each other's parts.
     """
     try:
         loop = asyncio.get_running_loop()  # the kernel's
     except RuntimeError:  # there is no kernel
         return lambda _: function()
-    return lambda _: loop.call_soon_threadsafe(function)
+    home = threading.current_thread()
+
+    async def turn() -> None:
+        function()
+
+    def call(_: Any) -> None:
+        if threading.current_thread() is home:
+            function()
+        else:
+            asyncio.run_coroutine_threadsafe(turn(), loop).result()
+
+    return call
 
 
 def _shown_by(draw: Callable[[], Any]) -> tuple[dict[str, Any], ...]:
-    """What a call prints, plots and displays, as a notebook stores it."""
-    with capture_output() as captured:
+    """What a call prints, plots and displays, as a notebook stores it.
+
+    IPython's `capture_output` puts another publisher in the shell's place, and a message to the
+    kernel that comes meanwhile is lost. So this one keeps the publisher, and what it would publish.
+    """
+    shown: list[tuple[Any, Any]] = []
+
+    def keep(data: Any, metadata: Any = None, **_: Any) -> None:
+        shown.append((data, metadata or {}))
+
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        if shell := get_ipython():
+            stack.enter_context(patch.object(shell.display_pub, "publish", keep))
         draw()
-    shown = [(output.data, output.metadata or {}) for output in captured.outputs]
-    if captured.stdout:
-        shown.insert(0, ({"text/plain": captured.stdout}, {}))
+    if printed.getvalue():
+        shown.insert(0, ({"text/plain": printed.getvalue()}, {}))
     return tuple(
         {"output_type": "display_data", "data": data, "metadata": metadata}
         for data, metadata in shown
