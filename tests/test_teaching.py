@@ -62,7 +62,7 @@ def test_the_contents_state_honest_hours():
     assert off == {}
 
 
-def test_the_short_path_takes_an_honest_twenty_hours():
+def test_the_core_path_takes_an_honest_twenty_hours():
     """The pages in bold in the contents' table: at least one for each chapter but two."""
     contents = nbformat.read(ROOT / "nbs" / "index.ipynb", as_version=4).cells[0].source
     bold = re.findall(r"\*\*\[[^]]+\]\((\d\d\w_\w+\.ipynb)\)\*\*", contents)
@@ -70,9 +70,9 @@ def test_the_short_path_takes_an_honest_twenty_hours():
     assert {page[:2] for page in bold} == {f"{n:02}" for n in range(23)} - {"11", "12"}
     pages = [nbformat.read(ROOT / "nbs" / page, as_version=4) for page in bold]
     hours = sum(map(reading_minutes, pages)) / 60
-    said = [int(hour) for hour in re.findall(r"\*\*short path\*\*, about (\d+) hours", contents)]
-    said += [int(hour) for hour in re.findall(r"short path,\*\* about (\d+) hours", contents)]
-    assert len(said) == 2 and hours <= 20, f"the short path takes {hours:.1f} hours"
+    said = [int(hour) for hour in re.findall(r"\*\*core path\*\*, about (\d+) hours", contents)]
+    said += [int(hour) for hour in re.findall(r"core path,\*\* about (\d+) hours", contents)]
+    assert len(said) == 2 and hours <= 20, f"the core path takes {hours:.1f} hours"
     assert all(abs(hours - hour) < 0.7 for hour in said), f"not {said}: {hours:.1f} hours"
 
 
