@@ -142,6 +142,7 @@ def open_notebook(page, lab: dict, path: str, theme: str = THEMES[0]) -> None:
     page.evaluate("() => window.jupyterapp.started.then(() => null)")
     page.wait_for_function(f"{CURRENT}?.context?.path === {json.dumps(path)}")
     page.evaluate(f"() => {CURRENT}.context.ready.then(() => null)")
+    page.evaluate(f"() => {CURRENT}.sessionContext.ready.then(() => null)")
     change_theme(page, theme)
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     wait_until_idle(page)
@@ -177,6 +178,15 @@ def errors_on(page) -> list[str]:
             (cell.model.sharedModel.outputs || [])
                 .filter(output => output.output_type === 'error')
                 .map(output => output.ename + ': ' + output.evalue))"""
+    )
+
+
+def cells_not_run(page) -> list[int]:
+    """The places of the cells with code that no kernel has run."""
+    return page.evaluate(
+        f"""() => {CURRENT}.content.widgets.flatMap((cell, index) =>
+            cell.model.type === 'code' && cell.model.sharedModel.source.trim()
+                && cell.model.executionCount === null ? [index] : [])"""
     )
 
 
@@ -442,7 +452,7 @@ def test_a_page_with_controls(browser, lab, path):
     with tab_of(browser) as page:
         open_notebook(page, lab, path)
         run(page)
-        assert errors_on(page) == []
+        assert errors_on(page) == [] and cells_not_run(page) == []
         assert check_controls(page) >= (3 if path == "control.ipynb" else 1)
         assert errors_on(page) == []
         for theme, width in itertools.product(THEMES, WIDTHS) if path.startswith("nbs/") else ():
