@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 from IPython.utils.capture import capture_output
 from ipywidgets import VBox
 
@@ -158,6 +159,23 @@ def test_pictures_are_drawn_one_after_the_other_in_the_thread_of_the_cells(boxes
     assert [values for _, *values in drawn][-1] == [0.3, 0.6]
     assert len(drawn) <= 3
     assert screen_text(boxes[0]) == "0.3 0.6\n"
+
+
+def test_the_shell_keeps_its_publisher_while_a_picture_is_drawn(boxes):
+    """The kernel sets its parent for each message; one that comes meanwhile is lost without it."""
+    shell = InteractiveShell.instance()
+    publishers = []
+
+    def note(value=1):
+        publishers.append(shell.display_pub)
+        display({"text/plain": f"the value is {value}"}, raw=True)
+
+    with capture_output():
+        publisher = shell.display_pub
+        play(note, value=(1, 3))
+        boxes[0].children[0].value = 2
+    assert publishers == [publisher, publisher]
+    assert screen_text(boxes[0]) == "the value is 2"
 
 
 def test_an_error_is_shown_in_the_pictures_place(boxes):
