@@ -352,9 +352,9 @@ def _task3_loss_3(bigram_loss: Answer) -> None:
         table = torch.tensor([[1e-12, 1 - 1e-12], [0.5, 0.5]], dtype=torch.float64)
         loss = expect_number(bigram_loss(table, torch.tensor([0, 0])), "the loss")
         assert math.isclose(loss, 12 * math.log(10), rel_tol=1e-5), (
-            f"the loss is {loss:.4f}, expected 12 ln 10 = {12 * math.log(10):.4f}: is a small number"
-            " added to the probabilities, or are they clamped? A table that is sure, and wrong,"
-            " must pay for it"
+            f"the loss is {loss:.4f}, expected 12 ln 10 = {12 * math.log(10):.4f}: is a small"
+            " number added to the probabilities, or are they clamped? A table that is sure and"
+            " wrong must pay for it"
         )
 
 

@@ -208,8 +208,8 @@ def _check_frequency(choose_pair: Answer) -> None:
             " it return its result?"
         )
         assert found != (1, 2), (
-            "(3, 4) occurs in one word with the frequency 5, (1, 2) in two words with the frequency 2"
-            " each: add frequencies, not 1"
+            "(3, 4) occurs in one word with the frequency 5, (1, 2) in two words with the"
+            " frequency 2 each: add frequencies, not 1"
         )
         assert found == (3, 4), f"{found} was chosen, but (3, 4) is the most frequent pair"
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 3})
