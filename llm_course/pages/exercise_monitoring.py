@@ -1545,11 +1545,12 @@ def check_verdict(answers: Answers, what: str, right: Any, rows: Any, healthy: A
         assert found == right, f"diagnose says {found}, expected {right}: {what}"
 
 
-def task7_diagnose(answers: Answers, more: bool = False) -> None:
-    """The fault of some runs."""
-    written(answers, "diagnose")
-    healthy = played_rows(3, {})
-    runs: list[tuple[str, Any, dict[str, Callable[[int], float]]]] = [
+FaultyRun = tuple[str, Any, dict[str, Callable[[int], float]]]
+
+
+def faulty_runs() -> list[FaultyRun]:
+    """What is wrong with a run, in words and as `diagnose` says it, and what makes it so."""
+    return [
         ("nothing is wrong", ("healthy", None), {}),
         ("a layer never moves", ("frozen", "layers.1"), {"ratio1": lambda step: 0.0}),
         (
@@ -1585,6 +1586,13 @@ def task7_diagnose(answers: Answers, more: bool = False) -> None:
             {"size0": lambda step: 2.0 * step},
         ),
     ]
+
+
+def task7_diagnose(answers: Answers, more: bool = False) -> None:
+    """The fault of some runs."""
+    written(answers, "diagnose")
+    healthy = played_rows(3, {})
+    runs = faulty_runs()
     if more:
         runs += [
             (

@@ -854,6 +854,29 @@ def changed_settings(now: dict[str, Any], default: dict[str, Any]) -> dict[str, 
     }
 
 
+class Saving(Callback):
+    """Saves the steps in `stay`, and stops after `steps`; a poisoned model has a NaN."""
+
+    def __init__(
+        self, manager: CheckpointManager, stay: tuple[int, ...], steps: int, poison: bool
+    ) -> None:
+        self.manager = manager
+        self.stay = stay
+        self.steps = steps
+        self.poison = poison
+
+    def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
+        if self.poison:
+            nn.init.constant_(engine.model.bias, math.nan)
+        if engine.state.step in self.stay:
+            state = engine.state_dict()
+            # where each step is validated, the newest is the best by this score
+            state["metrics"] = state["metrics"] | {"val_score": -engine.state.step}
+            self.manager.save(state, step=engine.state.step)
+        if engine.state.step == self.steps:
+            engine.stop("killed")
+
+
 def make_run(
     comparing: Path,
     name: str,
@@ -887,19 +910,7 @@ def make_run(
     task = RegressionTask(config)
     manager = CheckpointManager(config.checkpoint_dir, keep_last=9)
 
-    class Save(Callback):
-        def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
-            if poison:
-                nn.init.constant_(engine.model.bias, math.nan)
-            if engine.state.step in stay:
-                state = engine.state_dict()
-                # validated at each step, the newest is the best by this score
-                state["metrics"] = state["metrics"] | {"val_score": -engine.state.step}
-                manager.save(state, step=engine.state.step)
-            if engine.state.step == steps:
-                engine.stop("killed")
-
-    TrainingEngine(config, task, task.build_data(), [Save()]).run()
+    TrainingEngine(config, task, task.build_data(), [Saving(manager, stay, steps, poison)]).run()
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     # JSON is YAML
@@ -1791,6 +1802,6 @@ def task5_others(answers: Answers, more: dict[str, dict[str, Any]]) -> None:
             ]
             assert not others, (
                 f"it fails on loops that only break {' and '.join(map(str, others))}. Choose"
-                " sentences, sizes or a rate with which that does not show, or compare with what the"
-                " model was really given"
+                " sentences, sizes or a rate with which that does not show, or compare with what"
+                " the model was really given"
             )
