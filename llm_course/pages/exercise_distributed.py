@@ -1242,7 +1242,7 @@ def _sharded_steps(
             rows.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
             with torch.no_grad():
                 for parameter in parameters:
-                    parameter += LOADED
+                    parameter.add_(LOADED)
             sent.append(wire.sent - before)
         seen = _kept(vars(optimizer), {})
         theirs = _kept([parameters, [parameter.grad for parameter in parameters]], {})
@@ -1735,8 +1735,9 @@ def _expect_enter(e: Any, e_grad: Any, numbers: Any, total: Any, rank: Any, n: A
     doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
     assert n == 1 or e_grad != doubled, (
         f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
-        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it. (If it does,"
-        " a hook sits on x itself, and is given what goes round as well: put it on x.view_as(x))"
+        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it. (If yours"
+        " does, a hook sits on x itself, and is given what goes round as well: put it on"
+        " x.view_as(x))"
     )
     assert e_grad == total, (
         f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"
