@@ -614,6 +614,12 @@ def which_slips(
     return "check the side of the padding, the positions, and the mask"
 
 
+def written_alone(model: Any, row: list[int], n: int, stop: int) -> list[int]:
+    """The new tokens of one prompt that has no company."""
+    ids = generate(model, torch.tensor([row]), max_new_tokens=n, stop_token_ids=[stop])
+    return ids[0, len(row) :].tolist()
+
+
 def check_batch(
     generate_batch: Answer,
     name: str,
@@ -639,12 +645,7 @@ def check_batch(
             raise
     with case(name):
         assert rows == given, "your code changed the lists in `rows`"
-        right = []
-        for row in rows:
-            alone = generate(model, torch.tensor([row]), max_new_tokens=n, stop_token_ids=[stop])[
-                0, len(row) :
-            ].tolist()
-            right.append(alone)
+        right = [written_alone(model, row, n, stop) for row in rows]
         steps = max(map(len, right))
         assert isinstance(found, Tensor) and found.ndim == 2 and len(found) == len(rows), (
             "expected a tensor with a row for each prompt"
