@@ -92,7 +92,8 @@ def expect_number(value: Any, name: str) -> float:
         assert not isinstance(value, str | bool)
         return float(value)
     except (AssertionError, RuntimeError, TypeError, ValueError):
-        kind = f"a {type(value).__name__}"
+        kind = type(value).__name__
+        kind = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
         if shape := getattr(value, "shape", ()):
             kind += f" of the shape {tuple(shape)}"
         hint = ": does the function return its result?" if value is None else ""
