@@ -25,14 +25,15 @@ def case(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, AssertionError) and _is_from_test(error):
             raise AssertionError(f"{name}: {error}") from None
+        if isinstance(error, NameError) and _is_from_test(error):
+            words = f"{name}: there is no {error.name} yet: run the cell in which you write it"
+            raise AssertionError(words) from error
         words = f": {error}" if str(error) else ""
         raise AssertionError(f"{name}: your code raised {type(error).__name__}{words}") from error
 
 
-def _is_from_test(error: AssertionError) -> bool:
-    """Whether a checker or the test cell itself says so: an `assert` of the student's is in another
-    file.
-    """
+def _is_from_test(error: Exception) -> bool:
+    """Whether a checker or the test cell itself raised it: what a student writes is in another file."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     test, last = files[1], files[-1]  # files[0] is that of `case`, which the error passes through
     return last == test or Path(last).parent == Path(__file__).parent
