@@ -435,7 +435,7 @@ def check_half_numbers(answers: Answers) -> None:
             " square?"
         )
         assert half_draft(lost) == 0, (
-            f"lost_from: the draft makes {half_draft(lost):g} of {lost:g}s, not zeros: are the"
+            f"lost_from: the draft turns {lost:g} into {half_draft(lost):g}, not zeros: are the"
             " squares too large?"
         )
         assert half_draft(lost / 2) != 0, (
