@@ -22,6 +22,7 @@ says how. Where a machine offers no way to do so it refuses, unless you --trust 
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -243,7 +244,31 @@ def write_student(destination: Path, seed: int = 0) -> None:
         else:
             shutil.copyfile(source, target)
     with tempfile.TemporaryDirectory() as course:
-        release(find_exercises(), Path(course), destination / "exercises", seed=seed)
+        written = release(find_exercises(), Path(course), destination / "exercises", seed=seed)
+    for path in written:
+        cells = nbformat.read(path, as_version=4).cells
+        shown = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        for checker in set(re.findall(r"from llm_course\.pages import (exercise_\w+)", shown)):
+            module = destination / "llm_course" / "pages" / f"{checker}.py"
+            module.write_text(without_hidden(module.read_text("utf-8"), shown), "utf-8")
+
+
+def without_hidden(code: str, shown: str) -> str:
+    """A checker's module without the functions and classes that no visible test reaches: those are
+    the hidden tests'. `shown` is the code of the student version.
+    """
+    body = ast.parse(code).body
+    hidden = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    kept = [node for node in body if node not in hidden.values()]
+    words = set(re.findall(r"\w+", shown))
+    while kept:
+        words |= {name.id for node in kept for name in ast.walk(node) if isinstance(name, ast.Name)}
+        kept = [hidden.pop(name) for name in words & hidden.keys()]
+    lines = code.splitlines(keepends=True)
+    for node in hidden.values():
+        start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines[start - 1 : node.end_lineno] = [""] * (node.end_lineno - start + 1)
+    return "".join(lines)
 
 
 def grade(

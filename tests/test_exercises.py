@@ -11,6 +11,7 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -416,6 +417,23 @@ def test_student_release_is_complete_and_gives_nothing_away(student_folder):
     assert [secret for secret in regions + written if secret in everything] == []
     with pytest.raises(SystemExit, match="not empty"):
         exercises.main(["student", str(folder)])
+
+
+def test_a_students_checkers_hold_what_the_visible_tests_call_and_no_more(student_folder):
+    for source in NOTEBOOKS:
+        shown = read_text(student_folder / "exercises" / source.name, "code")
+        imports = re.findall(r"from llm_course\.pages import (exercise_\w+) as (\w+)", shown)
+        assert imports, source.name
+        for module, name in set(imports):
+            path = student_folder / "llm_course" / "pages" / f"{module}.py"
+            checker = runpy.run_path(str(path))
+            assert set(re.findall(rf"\b{name}\.(\w+)", shown)) <= checker.keys(), path.name
+            assert [one for one in checker if one.startswith("hidden_")] == []
+    code = "def a(): return b()\ndef b(): return 1\n\n@cache\ndef c(): return a()\nONE = 1\n"
+    assert exercises.without_hidden(code, "check.a()") == code.replace(
+        "@cache\ndef c(): return a()\n", ""
+    )
+    assert exercises.without_hidden(code + "TWO = c\n", "check.b()") == code + "TWO = c\n"
 
 
 def test_work_in_the_release_is_not_overwritten(tmp_path, monkeypatch, capsys):
