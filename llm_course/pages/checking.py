@@ -33,10 +33,10 @@ def case(name: str) -> Iterator[None]:
 
 
 def _is_from_test(error: Exception) -> bool:
-    """Whether a checker or the test cell itself raised it: what a student writes is in another file."""
+    """Whether a checker or the test cell itself raised it: a student's cell is another file."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    test, last = files[1], files[-1]  # files[0] is that of `case`, which the error passes through
-    return last == test or Path(last).parent == Path(__file__).parent
+    # files[0] is that of `case`, which the error passes through, and files[1] that of the test
+    return files[-1] == files[1] or Path(files[-1]).parent == Path(__file__).parent
 
 
 @contextmanager

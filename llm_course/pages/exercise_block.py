@@ -291,23 +291,35 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
         v = n4(x + a(x))
         slips["the two output norms are exchanged"] = n2(v + f(v))
     else:
-        z = b.add_to_stream(n1(x), a(n1(x)), n2)
-        w = x + n2(a(n3(x)))
-        g = x + n3(a(n1(x)))
-        slips |= {
-            "you add the output to norm(x); the layer reads norm(x), but its output is added to x"
-            " itself": b.add_to_stream(n3(z), f(n3(z)), n4),
-            "the norms are exchanged: attention reads input_layernorm(x), the MLP"
-            " post_attention_layernorm": (w + n4(f(n1(w)))),
-            "both layers read input_layernorm(x): the MLP's own norm is post_attention_layernorm": (
-                h + n4(f(n1(h)))
-            ),
-            "both layers read post_attention_layernorm(x), which is the norm before the MLP, in"
-            " spite of its name": w + n4(f(n3(w))),
-            "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
-            "the MLP reads the stream without its norm": h + n4(f(h)),
-        }
+        slips |= input_norm_slips(b, x)
     return slips | (output_norm_slips(b, x) if rule in ("sandwich", "output") else {})
+
+
+def input_norm_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only a rule with norms before its layers can have."""
+    a = b.self_attn
+    f = b.mlp
+    n1 = b.input_layernorm
+    n2 = b.attention_output_norm
+    n3 = b.post_attention_layernorm
+    n4 = b.mlp_output_norm
+    h = x + n2(a(n1(x)))  # the stream after attention
+    z = n1(x) + n2(a(n1(x)))
+    w = x + n2(a(n3(x)))
+    g = x + n3(a(n1(x)))
+    return {
+        "you add the output to norm(x); the layer reads norm(x), but its output is added to x"
+        " itself": b.add_to_stream(n3(z), f(n3(z)), n4),
+        "the norms are exchanged: attention reads input_layernorm(x), the MLP"
+        " post_attention_layernorm": (w + n4(f(n1(w)))),
+        "both layers read input_layernorm(x): the MLP's own norm is post_attention_layernorm": (
+            h + n4(f(n1(h)))
+        ),
+        "both layers read post_attention_layernorm(x), which is the norm before the MLP, in"
+        " spite of its name": w + n4(f(n3(w))),
+        "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
+        "the MLP reads the stream without its norm": h + n4(f(h)),
+    }
 
 
 def output_norm_slips(b: Any, x: Any) -> Any:
@@ -492,19 +504,6 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
     z = n1(x) + m * a(n1(x))
     k = x + a(n1(x))
     s = m * x + a(n1(x))
-    w = x + m * a(n3(x))
-    both = {  # wrong repairs of any of the three
-        "the MLP reads input_layernorm(x); its own norm is post_attention_layernorm": (
-            h + m * f(n1(h))
-        ),
-        "attention reads post_attention_layernorm(x); its own norm is input_layernorm": (
-            w + m * f(n3(w))
-        ),
-        "the norms are exchanged: post_attention_layernorm is the MLP's": w + m * f(n1(w)),
-        "the multiplier is gone from attention's output": k + m * f(n3(k)),
-        "the multiplier is gone from the MLP's output": h + f(n3(h)),
-        "the multiplier is gone: this is right for m = 1 only": k + f(n3(k)),
-    }
     slips = {
         "a": {
             "nothing has changed: x is overwritten by its norm, so the stream is normalised"
@@ -539,7 +538,31 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
             ),
         },
     }
-    return {letter: own | both for letter, own in slips.items()}
+    common = wrong_repairs(block, x, m)
+    return {letter: own | common for letter, own in slips.items()}
+
+
+def wrong_repairs(block: Any, x: Any, m: float) -> Any:
+    """What a wrong repair of any of the three gives."""
+    a = block.self_attn
+    f = block.mlp
+    n1 = block.input_layernorm
+    n3 = block.post_attention_layernorm
+    h = x + m * a(n1(x))
+    k = x + a(n1(x))
+    w = x + m * a(n3(x))
+    return {
+        "the MLP reads input_layernorm(x); its own norm is post_attention_layernorm": (
+            h + m * f(n1(h))
+        ),
+        "attention reads post_attention_layernorm(x); its own norm is input_layernorm": (
+            w + m * f(n3(w))
+        ),
+        "the norms are exchanged: post_attention_layernorm is the MLP's": w + m * f(n1(w)),
+        "the multiplier is gone from attention's output": k + m * f(n3(k)),
+        "the multiplier is gone from the MLP's output": h + f(n3(h)),
+        "the multiplier is gone: this is right for m = 1 only": k + f(n3(k)),
+    }
 
 
 def check_shows(answers: Any, broken: Any) -> None:
@@ -800,56 +823,42 @@ def check_lens(answer: Any, depth: int, multiplier: float, B: int = 2, T: int = 
 
 def lens_slips(blocks: Any, streams: Any, norm: Any, head: Any) -> Any:
     """What each slip gives."""
-    depth = len(blocks)
     slips = [("the last norm is missing", torch.stack([head(s) for s in streams]))]
-    if depth:
-        slips.append(
-            (
-                "the last norm is missing from all readings but the first",
-                torch.stack([head(norm(streams[0]))] + [head(s) for s in streams[1:]]),
-            )
-        )
-        slips.append(
-            (
-                "these are the changes; a lens reads the whole stream",
-                torch.stack(
-                    [head(norm(streams[0]))]
-                    + [head(norm(after - before)) for before, after in pairwise(streams)]
-                ),
-            )
-        )
-        slips.append(
-            (
-                "each block read the first stream: pass on what the block before returned",
-                torch.stack(
-                    [head(norm(streams[0]))]
-                    + [head(norm(block(streams[0])[0])) for block in blocks]
-                ),
-            )
-        )
-        size = (streams[-1].square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        for z in (streams[0], norm(streams[0])):  # what the first block reads
-            normed = [norm(streams[0])]
-            for block in blocks:
-                z = norm(block(z)[0])
-                normed.append(z)
-            read_on = "the norm is for the reading only; the next block reads the stream itself"
-            slips.append((read_on, torch.stack([head(s) for s in normed])))
-        slips.append(
-            (
-                (
-                    "every reading is divided by the size of the last stream; the lens divides by"
-                    " that of its own"
-                ),
-                torch.stack([head(norm.weight * s / size) for s in streams]),
-            )
-        )
-        slips.append(
-            (
-                "every reading is that of the last stream",
-                torch.stack([head(norm(streams[-1]))] * (depth + 1)),
-            )
-        )
+    if not blocks:
+        return slips
+    first = [head(norm(streams[0]))]
+    changes = [after - before for before, after in pairwise(streams)]
+    size = (streams[-1].square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    slips += [
+        (
+            "the last norm is missing from all readings but the first",
+            torch.stack(first + [head(s) for s in streams[1:]]),
+        ),
+        (
+            "these are the changes; a lens reads the whole stream",
+            torch.stack(first + [head(norm(change)) for change in changes]),
+        ),
+        (
+            "each block read the first stream: pass on what the block before returned",
+            torch.stack(first + [head(norm(block(streams[0])[0])) for block in blocks]),
+        ),
+        (
+            "every reading is divided by the size of the last stream; the lens divides by that of"
+            " its own",
+            torch.stack([head(norm.weight * s / size) for s in streams]),
+        ),
+        (
+            "every reading is that of the last stream",
+            torch.stack([head(norm(streams[-1]))] * len(streams)),
+        ),
+    ]
+    for z in (streams[0], norm(streams[0])):  # what the first block reads
+        normed = [norm(streams[0])]
+        for block in blocks:
+            z = norm(block(z)[0])
+            normed.append(z)
+        read_on = "the norm is for the reading only; the next block reads the stream itself"
+        slips.append((read_on, torch.stack([head(s) for s in normed])))
     return slips
 
 

@@ -56,7 +56,7 @@ def count_slips(further: int) -> dict[str, dict[int, str]]:
             -8192: "128 learned positions have a row each",
             -512: "GPT-2's attention has four biases in each block",
             -640: "GPT-2's MLP has a bias of 256 and one of 64 in each block",
-            -1152: "all six matrices of a GPT-2 block have a bias, four in attention, two in the MLP",
+            -1152: "in GPT-2 all four matrices of attention and both of the MLP have a bias",
             -320: "a LayerNorm has a weight and a bias",
             -128: "there is a last norm after the blocks, with a weight and a bias",
             2 * 64 * 256: "GPT-2's MLP has no gate, so two matrices",

@@ -154,7 +154,7 @@ def _layer_slips(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Tensor]:
             (x - 3) / 5 * w + b
         ),
         "you did not subtract the mean before the division": x / 4 * w + b,
-        "LayerNorm subtracts the mean before it squares and divides; you divided x by its own RMS": (
+        "LayerNorm subtracts the mean before it squares and divides; you divided x itself": (
             x / 5 * w + b
         ),
         "these are the numbers of the other norm": x / 5 * w,
