@@ -1,6 +1,7 @@
 """How `make lab` opens JupyterLab for a student: the contents page, and labextensions/llm-course.
 
-Beside it, labconfig/ switches off what belongs to teachers; `make formgrader` has it.
+Beside it, labconfig/ switches off what belongs to teachers; `make formgrader` has it. It also
+keeps widgets in the thread of the cells: matplotlib's figures are safe in one thread only.
 """
 
 from pathlib import Path

@@ -91,6 +91,7 @@ def student(tmp_path_factory) -> Path:
     exercises.release(exercises.find_exercises([EXERCISE]), course, folder / "exercises")
     write_page(folder / "wide.ipynb", "#" * 100, "print('x' * 100)")
     write_page(folder / "control.ipynb", *WITH_CONTROLS)
+    write_page(folder / "idle.ipynb", WITH_AN_IDLE_CONTROL)
     return folder
 
 
@@ -141,6 +142,7 @@ def open_notebook(page, lab: dict, path: str, theme: str = THEMES[0]) -> None:
     page.evaluate("() => window.jupyterapp.started.then(() => null)")
     page.wait_for_function(f"{CURRENT}?.context?.path === {json.dumps(path)}")
     page.evaluate(f"() => {CURRENT}.context.ready.then(() => null)")
+    page.evaluate(f"() => {CURRENT}.sessionContext.ready.then(() => null)")
     change_theme(page, theme)
     page.wait_for_selector(".jp-Notebook .jp-Cell")
     wait_until_idle(page)
@@ -176,6 +178,15 @@ def errors_on(page) -> list[str]:
             (cell.model.sharedModel.outputs || [])
                 .filter(output => output.output_type === 'error')
                 .map(output => output.ename + ': ' + output.evalue))"""
+    )
+
+
+def cells_not_run(page) -> list[int]:
+    """The places of the cells with code that no kernel has run."""
+    return page.evaluate(
+        f"""() => {CURRENT}.content.widgets.flatMap((cell, index) =>
+            cell.model.type === 'code' && cell.model.sharedModel.source.trim()
+                && cell.model.executionCount === null ? [index] : [])"""
     )
 
 
@@ -329,6 +340,14 @@ def draw(height=2, color="red", filled=False):
     print("height", height, color)
 """,
 )
+WITH_AN_IDLE_CONTROL = """
+from llm_course.pages.play import play
+
+def draw(used=1, idle=1):
+    print("used", used)
+
+play(draw, used=(1, 3), idle=(1, 3))
+"""
 CONTROLS = ", ".join(
     f".jp-OutputArea .{kind}"
     for kind in ("widget-slider", "widget-dropdown", "widget-checkbox", "widget-text")
@@ -419,13 +438,21 @@ def check_control(page, cell, control) -> None:
     assert cell.locator("[data-mime-type*=stderr], [data-mime-type*=error]").count() == 0
 
 
+def test_a_control_that_does_nothing_is_found(browser, lab):
+    with tab_of(browser) as page:
+        open_notebook(page, lab, "idle.ipynb")
+        run(page)
+        with pytest.raises(AssertionError, match="idle.* does nothing"):
+            check_controls(page)
+
+
 @pytest.mark.parametrize("path", ["control.ipynb", *pages_with_controls()])
 def test_a_page_with_controls(browser, lab, path):
     """It runs, each control changes what is shown, and it looks right in any window and theme."""
     with tab_of(browser) as page:
         open_notebook(page, lab, path)
         run(page)
-        assert errors_on(page) == []
+        assert errors_on(page) == [] and cells_not_run(page) == []
         assert check_controls(page) >= (3 if path == "control.ipynb" else 1)
         assert errors_on(page) == []
         for theme, width in itertools.product(THEMES, WIDTHS) if path.startswith("nbs/") else ():

@@ -1,12 +1,15 @@
 """What the pages' helpers show, and what a page promises about the reader's time."""
 
+import asyncio
 import re
 import sys
+import threading
 from pathlib import Path
 
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import display
 from IPython.utils.capture import capture_output
 from ipywidgets import VBox
 
@@ -88,8 +91,7 @@ def boxes(monkeypatch) -> list[VBox]:
 
     def create_and_keep(box, *arguments, **settings):
         create(box, *arguments, **settings)
-        if type(box) is VBox:  # `interactive` is one, too
-            made.append(box)
+        made.append(box)
 
     monkeypatch.setattr(VBox, "__init__", create_and_keep)
     return made
@@ -130,6 +132,50 @@ def test_controls_may_be_named_in_any_order(boxes):
     assert (menu.value, checkbox.value) == ("one", False)
     menu.value = "two"
     assert screen_text(box) == "two\n"
+
+
+def test_pictures_are_drawn_one_after_the_other_in_the_thread_of_the_cells(boxes):
+    """Whatever threads hear of the controls; and only for the last choice."""
+    drawn = []
+
+    def note(low=0.0, high=1.0):
+        drawn.append((threading.current_thread(), low, high))
+        print(low, high)
+
+    async def move_both() -> None:
+        with capture_output():
+            play(note, low=(0.0, 1.0, 0.1), high=(0.0, 1.0, 0.1))
+        low, high, _ = boxes[0].children
+        await asyncio.gather(
+            asyncio.to_thread(setattr, low, "value", 0.3),
+            asyncio.to_thread(setattr, high, "value", 0.6),
+        )
+        await asyncio.sleep(0)
+        low.value = 0.30000000000000004  # what a slider sends for 0.3 when it's shown
+        await asyncio.sleep(0)
+
+    asyncio.run(move_both())
+    assert {thread for thread, *_ in drawn} == {threading.current_thread()}
+    assert [values for _, *values in drawn][-1] == [0.3, 0.6]
+    assert len(drawn) <= 3
+    assert screen_text(boxes[0]) == "0.3 0.6\n"
+
+
+def test_the_shell_keeps_its_publisher_while_a_picture_is_drawn(boxes):
+    """The kernel sets its parent for each message; one that comes meanwhile is lost without it."""
+    shell = InteractiveShell.instance()
+    publishers = []
+
+    def note(value=1):
+        publishers.append(shell.display_pub)
+        display({"text/plain": f"the value is {value}"}, raw=True)
+
+    with capture_output():
+        publisher = shell.display_pub
+        play(note, value=(1, 3))
+        boxes[0].children[0].value = 2
+    assert publishers == [publisher, publisher]
+    assert screen_text(boxes[0]) == "the value is 2"
 
 
 def test_an_error_is_shown_in_the_pictures_place(boxes):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -123,10 +124,27 @@ def set_by(key: str, value: str, where: str, file: str) -> Config | str:
     if where == "command line":
         return outcome([f"--{key}={value}"], file)
     if where == "environment":
-        return outcome([], file, {key.upper().replace(".", "__"): value})
+        return outcome([], file, {_variable(key): value})
+    return outcome([], [file, _line(key, value)])
+
+
+def command(key: str, value: str, where: str) -> str:
+    """How one types what `set_by` does."""
+    train = "llm-course train --config run.yaml"
+    if where == "command line":
+        return f"{train} {shlex.quote(f'--{key}={value}')}"
+    if where == "environment":
+        return f"LLM_COURSE_{_variable(key)}={shlex.quote(value)} {train}"
+    return f"{train} --config later.yaml, where later.yaml says {_line(key, value)}"
+
+
+def _variable(key: str) -> str:
+    return key.upper().replace(".", "__")
+
+
+def _line(key: str, value: str) -> str:
     section, _, name = key.rpartition(".")
-    later = f"{section}: {{{name}: {value}}}" if section else f"{name}: {value}"
-    return outcome([], [file, later])
+    return f"{section}: {{{name}: {value}}}" if section else f"{name}: {value}"
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -150,6 +168,7 @@ def memory_of(config: Config) -> TrainingMemory:
 
 def show_change(key: str, value: str, where: str) -> None:
     """What setting one key of RUN does to the configuration, the parameters and the memory."""
+    print(command(key, value, where))
     before = outcome([], RUN)
     after = set_by(key, value, where, RUN)
     assert isinstance(before, Config)

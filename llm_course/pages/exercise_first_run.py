@@ -10,7 +10,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
-from llm_course.pages.checking import Answer, case, expect_number, written
+from llm_course.pages.checking import (
+    Answer,
+    case,
+    expect_number,
+    expect_plain_number,
+    explained,
+    written,
+)
 
 # -------------------------------------------------------------------------------- 1, losses by hand
 
@@ -206,6 +213,9 @@ def check_table(table: Any, V: Any) -> None:
         " of the vocabulary, also for those that never occur"
     )
     assert table.is_floating_point(), f"the dtype is {table.dtype}; probabilities are floats"
+    assert table.dtype in (torch.float32, torch.float64), (
+        f"the dtype is {table.dtype}, in which large counts are rounded: count in float32"
+    )
     assert not table.isnan().any(), "some rows are NaN: what is the sum of a row without any count?"
     assert (table > 0).all(), (
         "a pair that never occurred has the probability 0: start each count at 1, before you divide"
@@ -337,10 +347,22 @@ def _task3_loss_2(bigram_loss: Answer) -> None:
         )
 
 
+def _task3_loss_3(bigram_loss: Answer) -> None:
+    with case("Task 3, bigram_loss of a pair with the probability 1e-12"):
+        table = torch.tensor([[1e-12, 1 - 1e-12], [0.5, 0.5]], dtype=torch.float64)
+        loss = expect_number(bigram_loss(table, torch.tensor([0, 0])), "the loss")
+        assert math.isclose(loss, 12 * math.log(10), rel_tol=1e-5), (
+            f"the loss is {loss:.4f}, expected 12 ln 10 = {12 * math.log(10):.4f}: is a small"
+            " number added to the probabilities, or are they clamped? A table that is sure and"
+            " wrong must pay for it"
+        )
+
+
 def task3_loss(bigram_loss: Answer) -> None:
-    """The loss of a table on seven tokens, and of a uniform one."""
+    """The loss of a table on seven tokens, of a uniform one, and of one that is sure and wrong."""
     _task3_loss_1(bigram_loss)
     _task3_loss_2(bigram_loss)
+    _task3_loss_3(bigram_loss)
 
 
 # ------------------------------------------------------------------------------ 4, a loop that lies
@@ -367,13 +389,22 @@ def walk(rows: Any, length: Any, seed: Any) -> Any:
     return torch.cat((start, start + moves.cumsum(1)), dim=1) % 16
 
 
+def refuse_closure(arguments: Any, options: Any) -> None:
+    """The gradient is looked at before the step, and a closure computes it inside."""
+    assert len(arguments) == 1 and not options, (  # the optimizer itself is the first argument
+        "optimizer.step() is called with a closure; the loop called backward, and then step():"
+        " change what is wrong, and leave the rest as it was"
+    )
+
+
 def gradient_lengths(fit: Answer, batches: Any) -> Any:
     """The length of the gradient at each optimizer step, when the learning rate is 0 and so the
     weights stay.
     """
     lengths = []
 
-    def note(optimizer: Any, *_: Any) -> None:
+    def note(optimizer: Any, arguments: Any, options: Any) -> None:
+        refuse_closure(arguments, options)
         grads = [
             p.grad
             for group in optimizer.param_groups
@@ -584,7 +615,8 @@ class Steps:
         self.losses: list[float] = []
         self.gradients: list[tuple[Tensor, Tensor]] = []  # found, expected
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+        refuse_closure(arguments, options)
         batch = self.batches[min(len(self.losses), len(self.batches) - 1)]
         parameters = list(self.model.parameters())
         with torch.enable_grad():
@@ -603,11 +635,21 @@ def _check_nothing_else(mended_fit: Answer) -> None:
     model = tiny_model(0.1)
     batches = [walk(1 + i % 3, 4 + i, i) for i in range(4)]
     steps = Steps(model, batches)
+    with_graph: list[bool] = []  # whether each call of the model kept a graph for backward
+    model.register_forward_pre_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
     handle = register_optimizer_step_pre_hook(steps)
     try:
         train_losses, _ = mended_fit(model, batches, [walk(2, 4, 50)], 0.02)
     finally:
         handle.remove()
+    assert not with_graph[-1], (
+        "the validation batches build graphs for backward: measure them under torch.no_grad(), as"
+        " the loop did"
+    )
+    assert model.training, (
+        "the model is left in evaluation mode, and the next epoch would train without dropout:"
+        " leave the rest as it was"
+    )
     assert len(steps.losses) == 4, (
         f"four batches must make four optimizer steps, but there were {len(steps.losses)}"
     )
@@ -619,7 +661,12 @@ def _check_nothing_else(mended_fit: Answer) -> None:
     _check_optimizer(steps.optimizers[0], learning_rate=0.02)
     for step, (batch, gradients) in enumerate(zip(batches, steps.gradients, strict=True), 1):
         _check_gradient(step, *gradients, num_targets=batch[:, 1:].numel())
-    for step, (found, expected) in enumerate(zip(train_losses, steps.losses, strict=False), 1):
+    for step, (value, expected) in enumerate(zip(train_losses, steps.losses, strict=False), 1):
+        found = expect_plain_number(value, f"the training loss of step {step}")
+        is_rounded = any(found == round(expected, digits) for digits in range(5))
+        assert not is_rounded, (
+            f"the training loss of step {step} is rounded to {found}: round where you print it"
+        )
         assert math.isclose(found, expected, rel_tol=1e-3), (
             f"the training loss of step {step} is {found:.4f}, expected {expected:.4f}, the mean"
             " loss of its batch before the step"
@@ -745,7 +792,7 @@ def _task5_best_step_1(best_step: Answer) -> None:
             39,
         ), f'{found} is a place in a list; the answer is the row\'s own "step"'
         assert not isinstance(found, float | dict), (
-            f"best_step returns {found!r}: the step is asked, not the loss or the row"
+            f"best_step returns {found!r}: return the step, not the loss or the row"
         )
         assert found == 40, (
             f"best_step gives {found}, but the table above has its lowest val_loss at step 40"
@@ -791,7 +838,7 @@ def _task5_best_step_3(best_step: Answer) -> None:
         )
     with case("Task 5, best_step of high losses"):
         assert best_step(make_log(250.0, 150.0, 180.0)) == 20, (
-            "all validation losses are above 100: with what do you compare the first one?"
+            "all validation losses are above 100: what do you compare the first one with?"
         )
 
 
@@ -835,7 +882,8 @@ def _check_three_runs(overfits: Answer) -> None:
 
 def _check_validation_loss(overfits: Answer) -> None:
     """Which validation losses count: the best one, and the last that was measured."""
-    with case("Task 5, overfits of a few rows"):
+    reason = "the last row of a log need not be measured; which one is the last that was?"
+    with explained(KeyError, reason), case("Task 5, overfits of a few rows"):
         check_overfits(
             overfits,
             make_log(3.9, 3.8, 3.7, train=(3.0, 1.5, 0.5)),

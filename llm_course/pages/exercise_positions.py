@@ -49,6 +49,9 @@ def check_table(answers: Answers) -> None:
         assert isinstance(gradient, list | tuple | Tensor) and len(gradient) == 5, (
             f"gradient is {gradient}: type a list of five numbers, one for each row of the table"
         )
+        assert all(hasattr(number, "__float__") for number in gradient), (
+            f"gradient is {gradient}: type five plain numbers, that of the first column of each row"
+        )
         _check_gradient([float(number) for number in gradient])
 
 
@@ -136,10 +139,13 @@ def _check_arrow(
         "the two numbers are swapped: the length times the cosine of the angle is the first": (
             complex(true.imag, true.real)
         ),
+        f"it is turned by {position + 1} steps; positions are counted from 0, so at the position"
+        f" {position} it is {position}": _arrow(*start, 30 * (position + 1)),
         "these are the numbers of the other arrow": other,
     }
-    for slip, wrong in slips.items():
-        assert abs(true - wrong) < 0.05 or abs(seen - wrong) > 0.05, f"{name}: {slip}"
+    # two slips may give the same arrow
+    likely = [slip for slip, wrong in slips.items() if abs(seen - wrong) < 0.05 < abs(true - wrong)]
+    assert not likely, f"{name}: {'. Or: '.join(likely)}"
     assert abs(seen - true) < 0.02, (
         f"{name} is {tuple(typed)}: it starts as {start} and turns by 30 degrees for each of its"
         f" {position} positions"
@@ -244,7 +250,7 @@ def check_shift(shift_matrix: Answer, k: int, C: int, base: float = 1e4) -> None
         _check_move(M, k, C, base)
         off = (M @ start - goal).abs().amax(dim=0)
         raise AssertionError(
-            f"k = {k}, C = {C}, base = {base:g}: M @ p(0) differs from p({k}) by {off[0]:.2g}, and"
+            f"C = {C}, base = {base:g}: M @ p(0) differs from p({k}) by {off[0]:.2g}, and"
             f" M @ p(5) from p({k + 5}) by {off[5]:.2g}. Each pair turns by k times its own speed"
         )
 
@@ -261,15 +267,15 @@ def _check_places(M: Tensor, k: int, start: Tensor, goal: Tensor, base: float) -
     cosines = angles.cos()
     numbers = torch.cat((cosines, cosines, angles.sin(), -angles.sin(), torch.zeros(C * C - 2 * C)))
     assert not _moves(M.T, start, goal), (
-        f"k = {k}: the vectors move {k} places back, not on, unless the cosines come first; here"
-        " all sines come first. Look at the signs of the two sines"
+        f"the vectors move by {-k}, not by {k}, unless the cosines come first; here all sines"
+        " come first. Look at the signs of the two sines"
     )
     assert not _moves(M, start[order], goal[order]), (
         "this matrix is right for sines and cosines side by side; here all sines come first"
     )
     assert not torch.allclose(M.flatten().sort().values, numbers.sort().values, atol=1e-3), (
-        f"k = {k}: these are the right numbers, but in other places: which rows hold the new"
-        " sines, which columns the old, and where is the minus?"
+        "these are the right numbers, but in other places: which rows hold the new sines, which"
+        " columns the old, and where is the minus?"
     )
 
 
@@ -277,7 +283,7 @@ def _check_move(M: Tensor, k: int, C: int, base: float) -> None:
     """Another distance, another base, or no rotation."""
     start = _sinusoid_rows(range(6), C, base).T
     assert not _moves(M, start, _sinusoid_rows(range(k + 1, k + 7), C, base).T), (
-        f"k = {k}: the vectors move {k + 1} places on"
+        f"the vectors move by {k + 1}, not by {k}"
     )
     usual = _sinusoid_rows(range(6), C).T
     assert not _moves(M, usual, _sinusoid_rows(range(k, k + 6), C).T), (
@@ -321,12 +327,13 @@ def check_part(
         arrows = torch.complex(*before[..., :R].float().chunk(2, dim=-1))
         arrows = arrows * torch.polar(torch.ones_like(angles), angles)[:, None]
         true = torch.cat((arrows.real, arrows.imag, before[..., R:].float()), dim=-1).to(dtype)
-        _expect(
-            y,
-            true,
+        message = (
             f"D = {D}, R = {R}: the numbers 0 to {R - 1} are turned, but not as pairs (i, i +"
-            f" {R // 2}) of their own. Do the pairs lie inside the turned part?",
+            f" {R // 2}) of their own. Do the pairs lie inside the turned part?"
         )
+        if own:
+            message = "is text b turned by its own table, cos[b] and sin[b], in all of its heads?"
+        _expect(y, true, message)
 
 
 def _check_left_alone(y: Any, x: Tensor, R: int) -> None:
@@ -373,9 +380,9 @@ def check_rows(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Task 3: give each row its number, and look which is where."""
-    words = f"{H * D} rows in {H} heads"
+    words = f"{H * D} rows in {H} heads of {D}, rotary_dim "
+    words += "not given" if R is None else f"= {R}"
     words += ", a bias" if bias else ""
-    words += ", rotary_dim not given" if R is None else ""
     words += f", in {str(dtype)[6:]}" if dtype != torch.float32 else ""
     with case(f"Task 3, to_halves, {words}"):
         numbered = torch.arange(float(H * D))
@@ -426,25 +433,24 @@ def _check_order(rows: list[int], H: int, D: int, R: int) -> None:
     all_heads = {name: [h * D + r for h in range(H) for r in o] for name, o in orders.items()}
     if rows == all_heads["right"]:
         return
-    sizes = f"H = {H}, D = {D}, rotary_dim = {R}"
-    assert rows != list(range(H * D)), f"{sizes}: no row has moved"
+    assert rows != list(range(H * D)), "no row has moved"
     assert rows != all_heads["back"], (
-        f"{sizes}: this is the way back, from halves to neighbours; the first head begins with the"
+        "this is the way back, from halves to neighbours; the first head begins with the"
         f" rows {rows[:R]}"
     )
     assert rows != all_heads["odd"], (
-        f"{sizes}: odd rows come first, so every pair is swapped and turns the other way round"
+        "odd rows come first, so every pair is swapped and turns the other way round"
     )
     assert all(row // D == i // D for i, row in enumerate(rows)), (
-        f"{sizes}: rows move from one head to another, the first head is {rows[:D]}: permute within"
+        f"rows move from one head to another, the first head is {rows[:D]}: permute within"
         " each head"
     )
     assert all(rows[i] == i for i in range(H * D) if i % D >= R), (
-        f"{sizes}: the rows from {R} on in each head are not turned, and must stay where they are,"
+        f"the rows from {R} on in each head are not turned, and must stay where they are,"
         f" but the first head is {rows[:D]}"
     )
     raise AssertionError(
-        f"{sizes}: the first head is {rows[:D]}, the last {rows[-D:]}. In a head, old rows 0 and 1"
+        f"the first head is {rows[:D]}, the last {rows[-D:]}. In a head, old rows 0 and 1"
         f" must come to the places 0 and {R // 2}, old rows 2 and 3 to the places 1 and"
         f" {R // 2 + 1}"
     )
@@ -538,7 +544,7 @@ def check_speeds(answers: Answers) -> None:
             assert abs(cosine - true) < 1e-2, (
                 f"D = {D}, base {base:g}: at position {place} the cosine of the last pair is"
                 f" {cosine:.3f}, expected {true:.3f}: its speed must be the base to the power of"
-                f" -{D - 2}/{D}. Does rope_theta count?"
+                f" -{D - 2}/{D}{'' if base == 1e4 else '. Does rope_theta count?'}"
             )
 
 
@@ -670,7 +676,8 @@ def _check_96(ratio: Tensor) -> None:
         " stretch the base, not the speeds or the positions"
     )
     assert abs(ratio[-1] - 1) > 1e-3, (
-        f"{trained}: nothing is slowed. Is 96 / 64 rounded down to 1, or upside down?"
+        f"{trained}: nothing is slowed. Is 96 / 64 rounded down to 1, or clamped from above,"
+        " or upside down?"
     )
     assert abs(ratio[-1] - 1.5 ** (1 - 2 / 8)) > 1e-3, (
         f"the last pair is slowed by {ratio[-1]:.3f}, a little less than 1.5: the base is"
@@ -747,7 +754,10 @@ def check_share(
         true = _shares(rope, q, k, T, distance)
         if torch.allclose(found.float(), true, atol=1e-4):
             return
-        assert found.any(), "all shares are 0: is the mask the wrong way round?"
+        assert found.any(), (
+            f"all shares are 0, but the query {distance} has such a key, the first token: is the"
+            " mask the wrong way round, or the limit for T off by one?"
+        )
         _check_share_slips(found, rope, q, k, T, distance)
         raise AssertionError(
             f"D = {D}, T = {T}, distance = {distance}: the shares end in"

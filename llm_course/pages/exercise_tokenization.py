@@ -193,8 +193,8 @@ def chosen(
         pair = choose_pair(words, list(lengths), **limits)
     assert words == before, "your function changed the words it was given"
     assert pair is None or (isinstance(pair, tuple) and list(map(type, pair)) == [int, int]), (
-        f"for {words} your function returned {pair!r}, expected a tuple of two symbols, or None:"
-        " does it return the pair, and only that?"
+        f"for {words} your function returned {pair!r}, expected a tuple of two symbols, such as"
+        " (3, 4), and nothing else, or None"
     )
     return pair
 
@@ -208,13 +208,13 @@ def _check_frequency(choose_pair: Answer) -> None:
             " it return its result?"
         )
         assert found != (1, 2), (
-            "(3, 4) stands in one word that occurs 5 times, (1, 2) in two words that occur 2 times"
-            " each: add frequencies, not 1"
+            "(3, 4) occurs in one word with the frequency 5, (1, 2) in two words with the"
+            " frequency 2 each: add frequencies, not 1"
         )
         assert found == (3, 4), f"{found} was chosen, but (3, 4) is the most frequent pair"
         found = chosen(choose_pair, {(1, 2): 2, (8, 1, 2): 2, (3, 4): 3})
         assert found == (1, 2), (
-            "(1, 2) stands in two words that occur 2 times each, 4 against 3 for (3, 4), but"
+            "(1, 2) occurs in two words with the frequency 2 each, 4 against 3 for (3, 4), but"
             f" {found} was chosen: add the frequencies of all words"
         )
 
@@ -270,7 +270,7 @@ def _check_min_frequency(choose_pair: Answer) -> None:
         )
         found = chosen(choose_pair, {(1, 2): 1, (8, 1, 2): 1})
         assert found == (1, 2), (
-            "(1, 2) stands in two words that occur once each, and so it occurs twice:"
+            "(1, 2) occurs in two words with the frequency 1 each, and so it occurs twice:"
             " min_frequency=2 is about the pair, not about the word"
         )
         assert chosen(choose_pair, {(4,): 9, (): 3}) is None, (
@@ -324,7 +324,8 @@ def check_choose_pair(choose_pair: Answer, train_with: Answer) -> None:
         for number, (mine, right) in enumerate(zip(trained, expected, strict=False), 1):
             assert mine == right, (
                 f"training with your function on {dict(toy)}: merge number {number} is {mine},"
-                f" and the package merges {right}"
+                f" and the package merges {right}. Which of the two is more frequent there? In a"
+                " tie only the symbols count, the first before the second"
             )
         assert len(trained) == len(expected), (
             f"training with your function learns {len(trained)} merges from {dict(toy)}, the"
@@ -349,9 +350,11 @@ def encoded_by_you(encode_word: Answer, word: bytes, merges: Sequence[Any]) -> l
     with case(f"for {word!r}"), forbid(*READY_MADE):
         found = encode_word(word, given_merges)
     assert given_merges == list(merges), "your function changed the list of merges"
+    assert found is not None, (
+        f"for {word!r} your function returned None: does it return its result?"
+    )
     assert isinstance(found, list), (
-        f"for {word!r} your function returned {type(found).__name__}, expected a list:"
-        " does it return its result?"
+        f"for {word!r} your function returned a {type(found).__name__}, expected a list"
     )
     assert all(isinstance(token, bytes) for token in found), (
         f"for {word!r} your function returned {found}, but tokens are bytes: word[i] is a"
@@ -525,7 +528,7 @@ def check_white_space(answers: Answers) -> None:
         )
         assert any(b" " in token for token in learned), (
             f"training has learned {learned}, and no token begins with a space: does train"
-            " still cut with split()?"
+            " still cut with split(), or make a word of the space alone?"
         )
         crossing = [token for token in learned if b" " in token[1:]]
         assert crossing == [], (
@@ -599,7 +602,7 @@ def check_decode(answers: Answers) -> None:
                 f"the ids of {sample!r} are decoded to {back!r}: were bytes dropped, or read as"
                 " something other than UTF-8?"
             )
-        with case("two of the three bytes of 深, which alone are no text"):
+        with case("two of the three bytes of 深, which aren't text on their own"):
             back = bare.decode(judge.encode_bytes(b"a\xe6\xb7"))
         assert back == "a\ufffd", (
             f"the ids of b'a' and of two of the three bytes of 深 are decoded to {back!r}:"
@@ -675,6 +678,21 @@ def check_evaluate(answers: Answers) -> None:
             f" {ratio(one_word[:cut], one_word[cut:], 99):.2f}: train on text[:cut], and measure"
             " text[cut:]"
         )
+        _check_cut(MendedTokenizer)
+
+
+def _check_cut(MendedTokenizer: Any) -> None:
+    """The pair (i, q) is learned only with the first character of the last tenth."""
+    text = "iq" + "ab" * 43 + "xi" + "qabiqiqabq"
+    found = MendedTokenizer.evaluate(text, 99)
+    assert abs(found - ratio(text[:91], text[90:], 99)) > 1e-9, (
+        "evaluate trains on text[: cut + 1]: the first character of the last tenth is not for"
+        " training"
+    )
+    assert abs(found - ratio(text[:90], text[90:], 99)) < 1e-9, (
+        f"evaluate says {found:.2f} bytes per token on the last 10 of 100 letters, expected"
+        f" {ratio(text[:90], text[90:], 99):.2f}: does it cut as before, and measure all of them?"
+    )
 
 
 # ----------------------------------------------------------------------- task 5: what a text costs
@@ -851,7 +869,7 @@ def check_report(report: Answer) -> None:
 
 
 class CountingTokenizer:
-    """Only what the task names, and a count of how many ids it decodes."""
+    """The method that the task allows, and `decode` to say what it does wrong; both count ids."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -867,7 +885,7 @@ class CountingTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"of the tokenizer use decode_bytes and decode only, not {name}: a stop text need not"
+            f"of the tokenizer use decode_bytes only, not {name}: a stop text need not"
             " begin where a token does"
         )
 
