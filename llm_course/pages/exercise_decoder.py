@@ -417,6 +417,10 @@ def reader(visible: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor]:
     """Logits (B, T, 5) from the sum of the tokens s that `visible(t, s)` lets place t see."""
 
     def logits_of(ids: Tensor) -> Tensor:
+        assert ids.min() >= 0 and ids.max() < 5, (
+            f"logits_of was called with the id {int(ids.abs().max())}, but its logits are (B, T, 5),"
+            " and ids are below V"
+        )
         T = ids.shape[1]
         mask = torch.tensor([[float(visible(t, s)) for s in range(T)] for t in range(T)])
         return torch.sin((ids.float() + 1) @ mask.T)[..., None] * torch.arange(1.0, 6.0)
