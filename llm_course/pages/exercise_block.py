@@ -278,21 +278,31 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
         "the MLP is missing": h,
     }
     if rule == "post":
-        z = x + n2(a(x))
-        slips["post-norm takes the norm of the sum, norm(x + y); you have x + norm(y)"] = z + n4(
-            f(z)
-        )
-        slips["the first half is post-norm, the second is not: norm(x + y) there too"] = h + n4(
-            f(h)
-        )
-        slips["the second half is post-norm, the first is not: norm(x + y) there too"] = n4(
-            z + f(z)
-        )
-        v = n4(x + a(x))
-        slips["the two output norms are exchanged"] = n2(v + f(v))
+        slips |= post_slips(b, x)
     else:
         slips |= input_norm_slips(b, x)
     return slips | (output_norm_slips(b, x) if rule in ("sandwich", "output") else {})
+
+
+def post_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only post-norm can have."""
+    a = b.self_attn
+    f = b.mlp
+    n2 = b.attention_output_norm
+    n4 = b.mlp_output_norm
+    h = n2(x + a(x))  # the stream after attention
+    z = x + n2(a(x))
+    w = n2(x) + a(x)
+    v = n4(x + a(x))
+    return {
+        "post-norm takes the norm of the sum, norm(x + y); you have x + norm(y)": z + n4(f(z)),
+        "post-norm takes the norm of the sum, norm(x + y); you have norm(x) + y": n4(w) + f(w),
+        "the first half is post-norm, the second is not: norm(x + y) there too": h + n4(f(h)),
+        "the second half is post-norm, the first is not: norm(x + y) there too": n4(z + f(z)),
+        "the two output norms are exchanged": n2(v + f(v)),
+        "both halves use mlp_output_norm; attention has a norm of its own": n4(v + f(v)),
+        "both halves use attention_output_norm; the MLP has a norm of its own": n2(h + f(h)),
+    }
 
 
 def input_norm_slips(b: Any, x: Any) -> Any:
@@ -341,6 +351,9 @@ def output_norm_slips(b: Any, x: Any) -> Any:
         p + f(n3(p))
     )
     slips["the two output norms are exchanged"] = q + n2(f(n3(q)))
+    slips["both halves use mlp_output_norm; attention has a norm of its own"] = q + n4(f(n3(q)))
+    h = x + n2(a(n1(x)))
+    slips["both halves use attention_output_norm; the MLP has a norm of its own"] = h + n2(f(n3(h)))
     return slips
 
 
