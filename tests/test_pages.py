@@ -14,6 +14,7 @@ from IPython.utils.capture import capture_output
 from ipywidgets import VBox
 
 from llm_course.pages.play import play
+from llm_course.pages.tools import refusal
 from scripts.store import WIDGET, without_widgets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,6 +220,17 @@ def test_a_stored_page_keeps_the_picture_alone():
     stored = without_widgets(notebook)
     assert stored.cells[0].outputs[0]["data"] == {"image/png": "AA"}
     assert "widgets" not in stored.metadata
+
+
+# ---------------------------------------------------------------------------- planted mistakes
+
+
+def test_a_planted_mistake_must_be_refused_with_a_reason():
+    assert "invalid literal" in refusal(int, "seven")
+    with pytest.raises(AssertionError, match="not refused: \\('7',\\)"):
+        refusal(int, "7")
+    with pytest.raises(TypeError):  # a broken call is no refusal
+        refusal(int, [])
 
 
 # ------------------------------------------------------------------------------------ descriptions

@@ -6,6 +6,7 @@ import difflib
 import functools
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from itertools import pairwise
 from numbers import Integral
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,7 @@ import numpy as np
 import yaml
 
 from llm_course.model.config import ModelConfig
-from llm_course.pages.checking import Answer, Answers, case, written
+from llm_course.pages.checking import Answer, Answers, case, explained, written
 from llm_course.training.config import DataConfig
 from llm_course.training.sources import KEY_TYPES, SECTIONS, StrictLoader, load_config
 
@@ -152,6 +154,10 @@ def task1_arrives(answers: Answers) -> None:
             typed = arrives[letter]
             real = read(key, text)
             right = equal(typed, real, KEY_TYPES[key])
+            refused = isinstance(typed, str) and typed.strip().lower() == "refused"
+            assert right or not refused or real != "refused", (
+                f'{letter}: type the text "refused", in small letters'
+            )
             assert right or typed != real, (
                 f"{letter}, {key}: {text} arrives, but as a {type(real).__name__}; you typed the"
                 f" {type(typed).__name__} {typed!r}"
@@ -253,14 +259,17 @@ def task2_section(make: Answer) -> None:
 def task2_tree(make: Answer, whole: Answer) -> None:
     """The rules that only the whole knows."""
     with case("Task 2, the tree"):
-        assert whole().training.max_steps == 1000, (
+        with case("DistilledConfig(), which has no layers"):
+            default = whole()
+        assert default.training.max_steps == 1000, (
             "DistilledConfig() has no length, but Config gives 1000 steps where none is given: does"
             " super().__post_init__() run?"
         )
         what = "a row longer than the model's positions"
         words = refusal_of(lambda: whole(data=DataConfig(sequence_length=10**6)), what)
         assert "sequence_length" in words, f"{what}: the message is about something else: {words}"
-        with case("a dictionary in place of the section"):
+        reason = "Config's __post_init__ makes a section of it, so it must run first"
+        with explained(AttributeError, reason), case("a dictionary in place of the section"):
             made = whole(distillation={"layers": [0]}).distillation
         assert made == make(layers=[0]), (
             f"a dictionary in place of the section gave {made!r}: Config makes the section of it,"
@@ -290,6 +299,8 @@ def _check_clashes(make: Answer, whole: Answer) -> None:
 
     what = "a teacher in the folder that this run writes"
     check_words(own_teacher, "teacher", "runs/a", ["run_dir"], what)
+    with case("the teacher runs/a of a run that writes runs/ab, which is another folder"):
+        whole(run_dir="runs/ab", distillation=make(teacher="runs/a"))
 
 
 def task2_copy(answers: Answers, with_teacher: Answer) -> None:
@@ -297,7 +308,8 @@ def task2_copy(answers: Answers, with_teacher: Answer) -> None:
     make, whole = written(answers, "DistillationConfig", "DistilledConfig")
     with case("Task 2, the copy"):
         section = make(teacher="runs/a", weight=0.5, layers=[0, 2], every=3)
-        first = whole(run_dir="runs/b", task="mine", distillation=section)
+        seven = {"max_steps": 7}
+        first = whole(run_dir="runs/b", task="mine", training=seven, distillation=section)
         before = asdict(first)
         second = with_teacher(first, "runs/c")
         assert isinstance(second, whole), (
@@ -413,11 +425,29 @@ def check_steps(
         )
 
 
+@contextmanager
+def at_most(lines: int) -> Iterator[None]:
+    """Stop a student's code that would never end."""
+    left = iter(range(lines))
+
+    def watch(frame: FrameType, event: str, argument: Any) -> Any:
+        assert next(left, None) is not None, "it walked on and on"
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
 def check_schedule(count: Answer, schedule: Schedule, entry: str) -> None:
     """One schedule that has to be refused."""
     what = f"schedule={schedule}"
     with case("Task 3"):
-        words = refusal_of(lambda: count(list(schedule), rows=9, T=4, max_epochs=1), what)
+        with at_most(lines=10_000):
+            words = refusal_of(lambda: count(list(schedule), rows=9, T=4, max_epochs=1), what)
         assert entry in words, (
             f"{what}: the message must hold the offending entry {entry}; it says: {words}"
         )
@@ -457,7 +487,9 @@ def task3_refused(count: Answer) -> None:
     for wrong, entry in (
         ([], "[]"),
         ([(1, 2), (3, 4)], "(1, 2)"),
+        ([(0, 0)], "(0, 0)"),
         ([(0, 2), (5, 0)], "(5, 0)"),
+        ([(0, 2), (5, -1)], "(5, -1)"),
         ([(0, 2), (4, 0), (6, 2)], "(4, 0)"),
         ([(0, 2), (5, 8), (3, 4)], "(3, 4)"),
         ([(0, 2), (4, 3), (4, 5)], "(4, 5)"),
@@ -632,11 +664,11 @@ def task4_refused(answers: Answers) -> None:
     load, defaults = written(answers, "load", "DEFAULTS")
     with case("Task 4, load"):
         try:
-            load("", {"HOME": "/", "LLM_COURSES": "x"}, [])
+            load("", {"HOME": "/", "LLM_COURSES": "x", "MY_LLM_COURSE_DIR": "x"}, [])
         except Exception as error:
             raise AssertionError(
-                "LLM_COURSES belongs to another program, so leave it alone; your code raised:"
-                f" {error}"
+                "HOME, LLM_COURSES and MY_LLM_COURSE_DIR belong to other programs, so leave them"
+                f" alone; your code raised: {error}"
             ) from None
     doubled = "training:\n  max_steps: 9\nlogging: {progress: no}\ntraining:\n  batch_size: 8\n"
     what = "the section training stands in the lines 1 and 4 of a file"
@@ -645,10 +677,11 @@ def task4_refused(answers: Answers) -> None:
     name = "LLM_COURSE_TRAINING__MAX_STEPZ"
     must = "the message must hold its name"
     check_load_refuses(answers, f"a variable {name}", [name], environment={name: "5"}, must=must)
-    what = "compile=0, which is neither true nor false"
-    zero = {"LLM_COURSE_TRAINING__COMPILE": "0"}
     must = "the message must hold the text"
-    check_load_refuses(answers, what, ["0"], environment=zero, must=must)
+    for text in ("0", "tRuE", "{"):
+        what = f"compile={text!r}, which is neither true nor false"
+        wrong = {"LLM_COURSE_TRAINING__COMPILE": text}
+        check_load_refuses(answers, what, [text], environment=wrong, must=must)
     with case("Task 4, load"):
         load("training: {batch_size: 8}", {}, [])["optimization"]["schedule"] = "mine"
         shared = defaults["optimization"]["schedule"] == "mine"
@@ -792,8 +825,9 @@ def check_explained(
     """`expected` has the sources that are not "default"."""
     what = f"words {list(words)}, environment {dict(environment)}"
     before = list(words), dict(environment), dict(os.environ)
+    reason = "there's no next word. --resume has no value, and --key=value has its own"
     with case("Task 5"):
-        with case(what):
+        with explained(StopIteration, reason), case(what):
             found = explain(words, environment)
         after = list(words), dict(environment), dict(os.environ)
         assert after == before, f"{what}: words, environment or os.environ were changed"
@@ -803,22 +837,22 @@ def check_explained(
         lost = set(LEAVES) - set(found)
         more = set(found) - set(LEAVES)
         assert not lost and not more, (
-            f"{what}: keys that are missing: {sorted(lost)[:3]}, keys that are too many:"
-            f" {sorted(more)[:3]}; there is one for each of LEAVES"
+            f"keys that are missing: {sorted(lost)[:3]}, keys that are too many:"
+            f" {sorted(more)[:3]}; there is one for each of LEAVES ({what})"
         )
         values = values_of(words, environment)
         for key in LEAVES:
             assert isinstance(found[key], tuple) and len(found[key]) == 2, (
-                f"{what}: {key} has {found[key]!r}, expected (value, source)"
+                f"{key} has {found[key]!r}, expected (value, source)"
             )
             value, source = found[key]
             assert value == values[key] and type(value) is type(values[key]), (
-                f"{what}: {key} has the value {value!r}, load_config reads {values[key]!r}"
+                f"{key} has the value {value!r}, load_config reads {values[key]!r} ({what})"
             )
             right = expected.get(key, "default")
             why = whys.get(key, "the source that spoke last about this key is wanted")
             assert source == right, (
-                f"{what}: {key} comes from {source!r}, expected {right!r}: {why}"
+                f"{key} comes from {source!r}, expected {right!r}: {why} ({what})"
             )
 
 
@@ -949,6 +983,7 @@ def hidden_explain(explain: Answer) -> None:
     words = ["--config=mine.yaml", "--training.seed", "3"]
     with folder_with(FILES):
         check_explained(explain, words, variables, sources, whys)
+        check_explained(explain, [], {"LLM_COURSE_CONFIG": ""}, {}, {})
 
 
 # ---------------------------------------------------------------------------- 6, typos
@@ -1027,6 +1062,12 @@ def task6_fate(fate: Answer) -> None:
         both = [fate("beta", name, FEW, suggestions=2)["strict"] for name in ("beta1", "beta2")]
         assert both == ["named", "named"], (
             "with two suggestions 'beta' names both beta1 and beta2: is `suggestions` used?"
+        )
+    with case("Task 6: fate('lr', 'alr', ['alr', 'lrate'])"):
+        answer = fate("lr", "alr", ["alr", "lrate"])["argparse"]
+        assert answer == "taken", (
+            f"argparse: {answer!r}, expected 'taken': exactly one key begins with it, and nobody"
+            " asks which key was meant"
         )
     with case("Task 6: fate('beta', 'betas', ['beta', 'betas', 'beta2'])"):
         answer = fate("beta", "betas", ["beta", "betas", "beta2"])["argparse"]

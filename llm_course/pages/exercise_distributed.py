@@ -293,15 +293,15 @@ STEP_SLIPS: dict[str, dict[float, str]] = {
 }
 
 
-def _expect_numbers(answers: Any, right: Any, slips: Any, is_near: Any) -> None:
+def _expect_numbers(
+    answers: Any, right: Any, slips: Any, is_near: Any, hint: str = "look at the second hint"
+) -> None:
     """The numbers are right, or the slip behind a wrong one is named."""
     for name, expected in right.items():
         found = expect_number(answers[name], name)
         slip = next((text for value, text in slips[name].items() if is_near(found, value)), None)
         assert slip is None, f"{name} is {found:g}: {slip}"
-        assert is_near(found, expected), (
-            f"{name} is {found:g}, which is not right; look at the second hint"
-        )
+        assert is_near(found, expected), f"{name} is {found:g}, which is not right: {hint}"
 
 
 def task1_step(answers: Any) -> None:
@@ -453,6 +453,16 @@ def _expect_each_rank_once(number: Any, held: Any, n: Any) -> None:
     )
 
 
+def _expect_no_other_sum(rank: int, index: int, tensor: Tensor, n: int) -> None:
+    """The part that is complete is the one whose index is returned."""
+    total = sum(10**r for r in range(n))
+    whole = [i for i, part in enumerate(tensor.tensor_split(n)) if (part == total).all()]
+    assert index in whole or len(whole) != 1 or len(tensor) < n, (
+        f"rank {rank} returns {index}, and its part {whole[0]} is the one that holds the sum,"
+        f" {total}: return that part's index"
+    )
+
+
 def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
     """The first half alone."""
     [reduce_scatter] = written(answers, "reduce_scatter")
@@ -467,6 +477,7 @@ def check_reduce_scatter(answers: Any, n: Any, size: Any) -> Any:
         expect_own_loop(wires, "reduce_scatter")
         indices = _expect_indices(indices, n)
         for rank, (index, tensor) in enumerate(zip(indices, tensors, strict=True)):
+            _expect_no_other_sum(rank, int(index), tensor, n)
             for number in tensor.tensor_split(n)[int(index)].tolist():
                 held = (
                     f"rank {rank} returns part {index:g}, which holds {number:g}, expected"
@@ -695,6 +706,20 @@ def check_read(answers: Any, n: Any, rows: Any) -> None:
         )
 
 
+def check_fair(answers: Any, n: int, rows: int) -> None:
+    """No process reads more of a step's rows than its share, rounded up."""
+    with case(f"Task 3, {n} processes, one epoch of 21 rows in steps of {rows}"):
+        found, _, _, _ = _trained(answers, n, _plane(21, 0), _plane(6, 9), rows=rows)
+        order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
+        for number, step in enumerate(order.split(rows)):
+            share = math.ceil(len(step) / n)
+            counts = [len(set(step.tolist()) & set(result["read"])) for result in found]
+            assert max(counts) <= share, (
+                f"of the {len(step)} rows of step {number} the processes read {counts}: share them"
+                f" out, at most {share} for each"
+            )
+
+
 def check_validation(answers: Any, n: Any, rows: Any) -> None:
     """A validation of unequal shares, in which each row is computed once."""
     with case(f"Task 3, {n} processes validate {rows} rows"):
@@ -717,6 +742,7 @@ def task3_shares(answers: Any) -> None:
         check_start(answers, n)
     for n, rows in ((2, 4), (3, 6)):
         check_read(answers, n, rows)
+    check_fair(answers, 3, 6)
     for n, rows in ((2, 5), (3, 7)):
         check_validation(answers, n, rows)
 
@@ -901,6 +927,10 @@ def _expect_quiet(at: Any, quiet: Any, after: Any) -> None:
 def _expect_buckets(at: Any, during: Any, sizes: Any, numbers: Any) -> None:
     """In backward each bucket travels once, when it is full."""
     travelled = [number for kind, number in during if kind == "all_reduce"]
+    assert travelled, (
+        f"{at}no bucket travelled in backward: is no_sync over, and does finish set everything"
+        " back?"
+    )
     assert len(travelled) <= len(sizes) or sum(travelled) == sum(sizes), (
         f"{at}{len(travelled)} all-reduces, expected {len(sizes)}: does each bucket"
         " travel once, and is all set back after a window?"
@@ -1036,10 +1066,11 @@ def _expect_idle_named(rank: Any, message: Any) -> None:
 
 
 def _expect_full_buckets(rank: Any, travels: Any, sizes: Any) -> None:
-    """Without `idle` its bucket, the first, stays."""
+    """Without `idle` its bucket, the first, stays, and those behind it may wait for it."""
     for number, travelled in enumerate(travels):
         expected = sizes[number % 2 :]
-        assert travelled == expected, (
+        waits = number == 1 and not travelled
+        assert travelled == expected or waits, (
             f"rank {rank}: in the {('first', 'second', 'third')[number]} backward,"
             f" {'without' if number == 1 else 'with'} `idle`, buckets of"
             f" {travelled} numbers"
@@ -1146,6 +1177,9 @@ def _kept(value: Any, seen: Any) -> Any:
     return seen
 
 
+LOADED = 0.25  # what is added to all parameters after each step, like a load of other weights
+
+
 def _adamw_by_torch(
     start: Any, gradients: Any, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, **slip: Any
 ) -> Any:
@@ -1179,6 +1213,8 @@ def _adamw_by_torch(
         if "late" in slip:
             w -= lr * weight_decay * w
         rows.append(w.clone())
+        if "kept" not in slip:
+            w += LOADED
     return rows
 
 
@@ -1204,6 +1240,9 @@ def _sharded_steps(
                 parameter.grad = piece.clone().reshape(shape)
             optimizer.step()
             rows.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.add_(LOADED)
             sent.append(wire.sent - before)
         seen = _kept(vars(optimizer), {})
         theirs = _kept([parameters, [parameter.grad for parameter in parameters]], {})
@@ -1248,6 +1287,13 @@ def _slips_of_update(start: Any, sums: Any, settings: Any) -> Any:
         (
             _adamw_by_torch(start, sums, **settings, late=True),
             "those of a decay after the update; it comes before it",
+        ),
+        (
+            _adamw_by_torch(start, sums, **settings, kept=True),
+            (
+                "those of a copy that was kept from the step before. Weights may be loaded between"
+                " two steps: read the parameters in each"
+            ),
         ),
     ]
 
@@ -1392,6 +1438,7 @@ MEMORY_SLIPS: dict[str, dict[float, str]] = {
         24: "each process holds its sixteenth of the moments as well",
         12.75: TWO_MOMENTS,
         24.75: TWO_MOMENTS,
+        27: "the moments are 24 GB in all, 8 bytes for each parameter",
     },
     "fsdp_gb": {
         1.5: TWO_MOMENTS,
@@ -1404,6 +1451,8 @@ MEMORY_SLIPS: dict[str, dict[float, str]] = {
     "block_gb": {
         3: "the whole block lies beside the shares, in addition",
         0.5: "and the shares?",
+        4: "only the parameters of the block are gathered, not its gradients",
+        3.25: "a parameter in float32 has 4 bytes",
         5: "only the parameters of the block are gathered, not its gradients and moments",
         15: "one block of 24 is whole, not all of them",
         3.125: "3 billion / 24 are parameters, and each has 4 bytes",
@@ -1425,7 +1474,11 @@ def task5_memory(answers: Any) -> None:
             "block_gb": 16 * billions / n + 4 * billions / blocks,
         }
         written(answers, *right)
-        _expect_numbers(answers, right, MEMORY_SLIPS, lambda a, b: abs(a / b - 1) < 0.004)
+        hint = (
+            "for each parameter, write down the bytes of the parameter itself, its gradient and its"
+            " moments, and divide by 16 what is shared out"
+        )
+        _expect_numbers(answers, right, MEMORY_SLIPS, lambda a, b: abs(a / b - 1) < 0.004, hint)
 
 
 # --------------------------------------------------------------------- 6, attention split by heads
@@ -1682,7 +1735,9 @@ def _expect_enter(e: Any, e_grad: Any, numbers: Any, total: Any, rank: Any, n: A
     doubled = [2 * there - own for there, own in zip(total, numbers, strict=True)]
     assert n == 1 or e_grad != doubled, (
         f"rank {rank}: the backward of enter sums in the gradient that it was given, which"
-        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it"
+        " autograd uses elsewhere too (here x also goes round enter): sum a copy of it. (If yours"
+        " does, a hook sits on x itself, and is given what goes round as well: put it on"
+        " x.view_as(x))"
     )
     assert e_grad == total, (
         f"rank {rank}: the gradient that comes out of enter is {e_grad}, expected the sum"

@@ -231,6 +231,7 @@ NUMBERS: dict[str, tuple[float, dict[float, str]]] = {
                 "that is divided by the number of micro-batches; divide by the number of targets"
             ),
             -2.0: FACTOR,
+            -2.5: "that is the mean over B alone; A's target is one of the five",
             4.0: SIGN,
         },
     ),
@@ -267,6 +268,7 @@ NUMBERS: dict[str, tuple[float, dict[float, str]]] = {
             6.0: "divide by the number of targets, not of processes",
             12.0: "that is the sum; divide it by the number of targets",
             4.5: "the two means are not added: add the losses, add the targets, then divide",
+            1.2: "divide by the number of targets, and by nothing else",
         },
     ),
 }
@@ -300,8 +302,8 @@ def task2_numbers(answers: dict[str, Any]) -> None:
                 f"{name} is {found:g}, which is not right; look at the second hint"
             )
         clipped = answers["clipped"]
-        assert isinstance(clipped, tuple | list | Tensor) and len(clipped) == 2, (
-            "clipped has two numbers: type (.., ..)"
+        assert isinstance(clipped, tuple | list | Tensor | np.ndarray) and len(clipped) == 2, (
+            f"clipped is {clipped!r}, expected two numbers: type (.., ..)"
         )
         a, b = (expect_number(part, "a number of clipped") for part in clipped)
         assert (a, b) != (2.0, 2.0), (
@@ -534,16 +536,18 @@ def empty(batch: Any) -> Any:
     return batch | {"use": torch.zeros_like(batch["use"])}
 
 
-def check_poison(train_epoch: Answer, poison: Any, model: Any, what: Any) -> None:
-    """The second of three windows is poisoned: the state must be the one after the first."""
+def check_poison(
+    train_epoch: Answer, poison: Any, model: Any, what: Any, *, place: int = 3
+) -> None:
+    """One micro-batch of the second of three windows is poisoned: the state must be the one after
+    the first window.
+    """
     torch.manual_seed(0)
     first = copy.deepcopy(model)
-    batches = line_batches([2, 3, 3, 2, 2, 2])
+    batches = line_batches([2, 3, 2, 2, 2, 2])
+    poisoned = [poison(batch) if i == place else batch for i, batch in enumerate(batches)]
     states = []
-    for trained, part in (
-        (first, batches[:2]),
-        (model, [*batches[:3], poison(batches[3]), *batches[4:]]),
-    ):
+    for trained, part in ((first, batches[:2]), (model, poisoned)):
         optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         raised = None
@@ -668,17 +672,34 @@ def _task3_trouble_2(train_epoch: Answer) -> None:
             RootLine(1, 1),
             "the loss of the second window is finite and its gradient NaN",
         )
-        check_poison(
-            train_epoch,
-            opposite,
-            nn.Linear(1, 1),
-            "the loss of the second window is infinite and its gradient finite",
-        )
+        for place, which in ((3, "last"), (2, "first")):
+            check_poison(
+                train_epoch,
+                opposite,
+                nn.Linear(1, 1),
+                f"the loss of the {which} micro-batch of the second window is infinite (in float32,"
+                " the dtype of the data) and its gradient finite",
+                place=place,
+            )
+
+
+def _check_perfect_fit(train_epoch: Answer) -> None:
+    """A window with targets and a loss of 0 has its row and its move of the schedule."""
+    with case("Task 3, a window whose loss is exactly 0"):
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [batch | {"y": 0 * batch["y"]} for batch in line_batches([2, 3])]
+        what = "it has targets, so it's a step like any other: skip a window by its targets"
+        scheduler = LambdaLR(optimizer, lambda step: 1.0)
+        _check_rows_of_holes(train_epoch, model, optimizer, scheduler, batches, what)
 
 
 def task3_trouble(train_epoch: Answer) -> None:
-    """Micro-batches without targets, and numbers that aren't finite."""
+    """Micro-batches without targets, a loss of 0, and numbers that aren't finite."""
     _task3_trouble_1(train_epoch)
+    _check_perfect_fit(train_epoch)
     _task3_trouble_2(train_epoch)
 
 
@@ -858,6 +879,23 @@ class Compiled(nn.Module):
         return self._orig_mod(*arguments)
 
 
+class Far(Tensor):
+    """A number from another device: on a GPU, adding it to a tensor on the CPU in place raises an
+    error, and on the device "meta" it wouldn't.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        in_place = function in (Tensor.__iadd__, Tensor.add_)
+        if in_place and not isinstance(args[0], Far) and args[0].device.type == "cpu":
+            raise RuntimeError("Expected all tensors to be on the same device")
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **kwargs or {})
+        return found.as_subclass(Tensor) if isinstance(found, Far) else found
+
+
 class Head(nn.Module):
     """A model whose author called one part `module`."""
 
@@ -973,18 +1011,23 @@ def _task4_validate_2(validate: Answer) -> Any:
 
         def far_loss(model: Any, batch: Any) -> Any:
             seen.extend(tensor.device.type for tensor in batch.values())
-            return torch.tensor(1.0), torch.tensor(1)
+            return torch.tensor(1.0).as_subclass(Far), torch.tensor(1).as_subclass(Far)
 
+        said = ""
         try:
             validate(head().to("meta"), head_batches([2]), far_loss, Runtime())
-        except Exception:
-            # the device "meta" has no numbers: what follows the forward pass doesn't matter here
-            pass
+        except Exception as error:
+            # the device "meta" has no numbers: little that follows the forward pass matters here
+            said = str(error)
         assert seen, "a model with all its parameters on another device was never asked for a loss"
         assert set(seen) == {"meta"}, (
             "the parameters are on the device meta, and the batch on"
             f" {', '.join(sorted(set(seen)))}:"
             " move all its tensors to the device of the parameters"
+        )
+        assert "on the same device" not in said, (
+            "the parameters are on another device, and a total of losses or targets begins on the"
+            " CPU: there `+=` raises an error. Make it with device=..."
         )
 
 
@@ -1111,15 +1154,15 @@ def _task5_gradients_2(Scaler: Any) -> None:
                 f"{name}: unscale returns {bool(found)}, expected {finite}. Is the generator of"
                 " parameters read twice, or only one of inf and NaN looked for?"
             )
-            if finite:
-                assert model.weight.grad.tolist() == [[1.0, 2.0]], (
-                    f"{name}: with the scale 8 the gradient (8, 16) becomes"
-                    f" {model.weight.grad.tolist()[0]}, expected [1.0, 2.0]"
-                )
-                assert model.bias.grad.tolist() == [3.0], (
-                    f"{name}: with the scale 8 the gradient of the bias, 24, becomes"
-                    f" {model.bias.grad.item():g}, expected 3"
-                )
+            assert not finite or model.weight.grad.tolist() == [[1.0, 2.0]], (
+                f"{name}: with the scale 8 the gradient (8, 16) becomes"
+                f" {model.weight.grad.tolist()[0]}, expected [1.0, 2.0]"
+            )
+            assert gradients[1] != [24.0] or model.bias.grad.tolist() == [3.0], (
+                f"{name}: with the scale 8 the gradient of the bias, 24, becomes"
+                f" {model.bias.grad.item():g}, expected 3: all gradients are divided, also after"
+                " one that is not finite"
+            )
         model.bias.grad = torch.tensor([2e38])
         model.weight.grad = torch.tensor([[2e38, 2e38]])
         assert Scaler(scale=1.0).unscale(model.parameters()), (
@@ -1516,7 +1559,7 @@ def check_slips(average: Any, rows: list[dict[str, Tensor]]) -> None:
         same = (
             isinstance(average, dict)
             and average.keys() == other.keys()
-            and all(torch.allclose(average[name], other[name], atol=1e-5) for name in other)
+            and all(torch.allclose(average[n].float(), other[n], atol=1e-5) for n in other)
         )
         assert not same, f"with decay 0.75, after 4 steps, the average is {what}"
 

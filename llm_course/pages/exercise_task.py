@@ -33,7 +33,7 @@ def _expect(actual: Any, expected: Tensor, message: str, atol: float = 1e-9) -> 
 
 LISTS: dict[str, tuple[list[float], str]] = {
     "loss_sums": ([2, 25, 0], "add the squares up, and divide by nothing"),
-    "counts": ([2, 1, 0], "a masked place is no target"),
+    "counts": ([2, 1, 0], "a masked position isn't a target"),
 }
 
 
@@ -50,6 +50,7 @@ def step_numbers(w: int) -> Numbers:
                 " not means",
                 27: "divide by the number of targets, once",
                 13.5: "there are three targets, in two micro-batches",
+                6.75: "C has no target, so the sum is divided by three",
             },
         ),
         "gradient_of_step": (
@@ -59,6 +60,7 @@ def step_numbers(w: int) -> Numbers:
                 -10: "divide by the number of targets, once",
                 -5: "that is the mean of means: A has the mean gradient 0, B has -10",
                 -5 / 3: "the derivative of a square has a factor 2",
+                -2.5: "C has no target, so the sum is divided by three",
             },
         ),
     }
@@ -73,6 +75,7 @@ def numbers_at(w: int) -> Numbers:
             {
                 26 / 3: "the empty micro-batch has no mean, so it is not counted among them",
                 9: "that is the right loss; here the mean of A and the mean of B are averaged",
+                12.5: "A's mean loss is 1, and B's is 25",
             },
         ),
         "resting_w": (
@@ -80,6 +83,7 @@ def numbers_at(w: int) -> Numbers:
             {
                 w + 2.5: "that is where the mean of means rests; each target has the same say here",
                 total / 4: "only targets count, and there are three",
+                total / 2: "there are three targets, in two micro-batches",
                 total: "the gradient vanishes at the mean of the targets",
             },
         ),
@@ -98,6 +102,7 @@ def numbers_at(w: int) -> Numbers:
                 0.5: "each is weighted by the number of its targets: A has two",
                 1.6: "the sum is divided by the targets",
                 1.2: "the sum is divided by the targets of the step, too",
+                1 / 3: "each is weighted by the number of its targets: A has two",
             },
         ),
     }
@@ -119,7 +124,7 @@ def task1_numbers(answers: dict[str, Any], *, w: int) -> None:
         for name, (real, slips) in numbers.items():
             found = expect_number(answers[name], name)
             said = [words for slip, words in slips.items() if abs(slip - found) < 0.006]
-            why = said[0] if said else "go through the sum again"
+            why = said[0] if said else "see hint 2 for what to write down before you average"
             assert abs(found - real) < 0.006, f"{name} is {found:.4g}: {why}"
 
 
@@ -143,6 +148,8 @@ def _no_optimizers() -> Iterator[None]:
         patches.enter_context(patch.object(torch.optim.Optimizer, "__init__", _refuse_optimizers))
         for name in ("_single_tensor_adam", "_multi_tensor_adam", "_fused_adam"):
             patches.enter_context(patch.object(module, name, _refuse_optimizers, create=True))
+        for name in ("_fused_adam_", "_fused_adamw_"):
+            patches.enter_context(patch.object(torch, name, _refuse_optimizers))
         yield
 
 
@@ -213,7 +220,8 @@ def compare_steps(
     theirs = _torch_steps(values, rows, changes, **USUAL | settings)
     for shape, found, right in zip(shapes, ours, theirs, strict=True):
         with case(f"{what}, the tensor of shape {tuple(shape)}, {steps} steps"):
-            _expect(found, right, f"torch.optim.AdamW is elsewhere: {why}")
+            # if t is a tensor, as PyTorch's own is, its powers are of single precision
+            _expect(found, right, f"torch.optim.AdamW is elsewhere: {why}", 1e-5)
 
 
 def _first_steps(optimizer: Answer) -> None:
@@ -270,7 +278,8 @@ def _corners(optimizer: Answer) -> None:
         _expect(
             tiny,
             torch.tensor([-0.5], dtype=F64),
-            f"it moves by half of lr, here by {-tiny.item():.4g}: eps is added outside the root",
+            f"it moves by half of lr, here by {-tiny.item():.4g}: eps is added outside the root,"
+            " and to the root of the *corrected* v",
         )
     values = [torch.ones(3, dtype=F64), torch.ones(2, 2, dtype=F64)]
     still, _ = adam_steps(optimizer, values, [[None, torch.ones(2, 2, dtype=F64)]] * 2, lr=0.1)
@@ -288,7 +297,7 @@ def task2_adamw(optimizer: Answer) -> None:
         compare_steps(optimizer, pair, 6, "random gradients", kept)
         gone = [(0, 0), (1, 0), (3, 1)]
         what = "gradients missing in some steps"
-        own = "each tensor counts its own steps"
+        own = "each tensor counts its own steps, and without a gradient nothing decays"
         compare_steps(optimizer, [(2, 3), (3,)], 5, what, own, missing=gone)
         what = "other settings, and lr changed from outside"
         why = "read self.lr, self.betas and self.eps in each step"
@@ -300,7 +309,7 @@ def task2_adamw(optimizer: Answer) -> None:
         [theirs] = _torch_steps(start, rows, **USUAL)
         with case("a vector with the gradients 1 and then 0"):
             why = "a gradient of zero is a gradient: its step is counted, and m still moves the"
-            _expect(ours, theirs, f"{why} weight")
+            _expect(ours, theirs, f"{why} weight", 1e-5)
 
 
 # ---------------------------------------------------------------------- 3, Muon
@@ -387,6 +396,8 @@ def task3_orthogonalize(orthogonalize: Answer) -> None:
         with case("orthogonalize, the same stack times 1e-4, as small as gradients are"):
             size = "the result does not depend on the size of G: where is its norm cut off?"
             _expect(orthogonalize(1e-4 * stack, 3), ones, size, 1e-3)
+        with case("orthogonalize(G), without steps"):
+            _expect(orthogonalize(stack), orthogonalize(stack, 15), "steps is 15 unless told")
         with case("orthogonalize, a zero matrix"):
             why = "zero divided by its norm: keep the norm away from 0"
             _expect(orthogonalize(torch.zeros(3, 2), 15), torch.zeros(3, 2), why)
@@ -470,7 +481,7 @@ def task3_step(muon_step: Answer) -> None:
             muon_step,
             (3, 3),
             1,
-            "decay first, then -lr * 0.2 * sqrt(max(M, N)) times the orthogonalised look ahead",
+            "decay first, then -lr * 0.2 * sqrt(max(M, N)) times the orthogonalised lookahead",
         )
         check_step(
             muon_step,
@@ -489,6 +500,8 @@ def task3_step(muon_step: Answer) -> None:
             " longer"
         )
         check_step(muon_step, (8, 2), 5, decay, lr=0.02, weight_decay=0.5)
+        stack = "a stack of matrices: M and N are the last two sides of p"
+        check_step(muon_step, (5, 2, 3), 7, stack)
         ahead = "look ahead with the new buffer: momentum * buffer + (1 - momentum) * g"
         check_step(muon_step, (3, 4), 3, ahead, buffered=True, momentum=0.6)
 
@@ -762,6 +775,10 @@ def _check_gradient(task: Watched, step: int, found: Tensor, accumulate: int, fa
             f" {accumulate}"
         )
     elif "means" in faults:
+        without = torch.stack([_gradient_of(batch, here, 0.0) for batch, _ in parts])
+        assert not task.aux or not _near(found, without.mean(0)), (
+            "with the fault 'means' aux_sum is left out: line 3 divides loss_sum + aux_sum"
+        )
         assert _near(found, each.mean(0)), (
             "with the fault 'means' the gradient is the mean of the micro-batches' mean gradients"
         )
@@ -832,6 +849,8 @@ def task5_train(train: Answer) -> None:
     for name in FAULTS:
         with case(f"Task 5, faults={[name]!r}"):
             check_train(train, 3, 2, [name])
+    with case("Task 5, faults=['means'], with a balancing loss"):
+        check_train(train, 2, 2, ["means"], aux=0.5)
     for faults in (["group", "means", "schedule"], ["zero", "means"]):
         with case(f"Task 5, faults={faults!r}, all of them at once"):
             check_train(train, 3, 3, faults)
@@ -845,8 +864,8 @@ def task5_excess(train: Answer, excess: Any) -> None:
         )
         numbers = {name: expect_number(one, f"excess of {name}") for name, one in excess.items()}
         real = excess_loss(*train(measured_task(), steps=20, accumulate=2))
-        # the same run may differ in its last digits
-        assert abs(numbers["none"] - real) < 1e-3, (
+        # two decimals are enough
+        assert abs(numbers["none"] - real) < 0.006, (
             f"excess of none is {numbers['none']:.4f}, but train without faults gives {real:.4f}"
         )
         for name in FAULTS:
@@ -856,7 +875,7 @@ def task5_excess(train: Answer, excess: Any) -> None:
                 " fault planted in this run?"
             )
             real = excess_loss(*train(measured_task(), steps=20, accumulate=2, faults=[name]))
-            assert abs(found - real) < 1e-3, (
+            assert abs(found - real) < 0.006, (
                 f"excess of {name} is {found:.4f}, but your train with faults={[name]!r} gives"
                 f" {real:.4f}: was it measured?"
             )

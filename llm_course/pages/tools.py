@@ -29,6 +29,15 @@ def attempt(function: Callable[[Any], Any], *values: Any) -> None:
             print(f"{value!r} is accepted")
 
 
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The reason for which a check or a constructor refuses; AssertionError if it doesn't."""
+    try:
+        call(*arguments, **options)
+    except (AssertionError, ValueError) as error:
+        return str(error)
+    raise AssertionError(f"not refused: {arguments or options}")
+
+
 def fit(x: Tensor, y: Tensor) -> nn.Linear:
     """The line that 200 steps of gradient descent on the mean squared error find."""
     torch.manual_seed(0)
