@@ -418,8 +418,8 @@ def reader(visible: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor]:
 
     def logits_of(ids: Tensor) -> Tensor:
         assert ids.min() >= 0 and ids.max() < 5, (
-            f"logits_of was called with the id {int(ids.abs().max())}, but its logits are (B, T, 5),"
-            " and ids are below V"
+            f"logits_of was called with the id {int(ids.abs().max())}, but its logits are"
+            " (B, T, 5), and ids are below V"
         )
         T = ids.shape[1]
         mask = torch.tensor([[float(visible(t, s)) for s in range(T)] for t in range(T)])
