@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from llm_course.pages.checking import Answers, case, expect_number, written
+from llm_course.pages.checking import Answers, case, expect_number, frozen, written
 from llm_course.training.callbacks import EarlyStopping, LRSchedulerCallback, MetricsLogger
 from llm_course.training.config import Config, OptimizationConfig, TrainingConfig
 from llm_course.training.engine import Callback, TrainingEngine
@@ -203,6 +203,10 @@ CALL_SLIPS: dict[Any, str] = {
 }
 
 
+def times(count: float) -> str:
+    return "once" if count == 1 else f"{count:g} times"
+
+
 def task1_calls(answers: Answers) -> None:
     """How often each hook is called."""
     recorded = recorded_runs()
@@ -226,7 +230,7 @@ def task1_calls(answers: Answers) -> None:
                 found = expect_number(answers["calls"][run][hook], f"{hook} of run {run}")
                 why = CALL_SLIPS.get((run, hook, found), "go through the run step by step")
                 assert found == hooks.count(hook), (
-                    f"run {run} calls on_{hook} not {found:g} times: {why}"
+                    f"run {run} doesn't call on_{hook} {times(found)}: {why}"
                 )
 
 
@@ -477,9 +481,14 @@ def csv_run(
     states = {}
     texts = {}
     if state is not None:
-        logger.load_state_dict(copy.deepcopy(state))
+        given = copy.deepcopy(state)
+        logger.load_state_dict(given)
+        assert frozen(given) == frozen(state), (
+            "load_state_dict changes the state that it is given: read from it only, for the same"
+            " state may be loaded twice"
+        )
         once = plain_state(logger)
-        logger.load_state_dict(copy.deepcopy(state))
+        logger.load_state_dict(given)
         assert plain_state(logger) == once, (
             "a state that is loaded a second time, as after a range test, changes the logger: set"
             " what it holds, and add nothing"
@@ -764,8 +773,15 @@ def check_size(answers: Answers, alone: Any) -> None:
         found = [expect_number(size, "a size") for size in watcher.sizes]
         assert len(found) == 4 and np.allclose(found, right, rtol=1e-4), (
             f"the sizes are {np.round(found, 4)}, expected {np.round(right, 4)}: the root of the"
-            f" mean"
-            " square of all weights"
+            " mean square of all weights"
+        )
+    with case("Task 3, WeightNorm of a model with BatchNorm"):
+        watcher = answers["WeightNorm"]()
+        seen = watched(watcher, Normed)[1]
+        right = [weights.square().mean().sqrt().item() for weights in seen.weights]
+        assert np.allclose(watcher.sizes, right, rtol=1e-4), (
+            f"the sizes are {np.round(watcher.sizes, 4)}, expected {np.round(right, 4)}: running"
+            " means are buffers and no weights, so take model.parameters()"
         )
 
 
@@ -799,6 +815,16 @@ def check_lookahead(answers: Answers, alone: Any) -> None:
             " the global random numbers, so when they are put back, the same comes again. Draw"
             " from a"
             " generator of your own"
+        )
+    with case("Task 3, Lookahead, 60 batches of four rows"):
+        watcher = answers["Lookahead"]()
+        engine = make_engine(RegressionTask, [watcher], batch_size=4, max_steps=60)
+        engine.run()
+        y = next(iter(engine.data.train_dataloader(epoch=1)))["y"]
+        picked_places = {int((y - target).abs().argmin()) for target in watcher.targets}
+        assert picked_places == {0, 1, 2, 3}, (
+            f"of four rows only {sorted(picked_places)} were ever picked: each row of the batch"
+            " must have its chance, whatever the batch's size"
         )
 
 
@@ -935,6 +961,12 @@ def expect_verdicts(answers: Answers) -> None:
     """Callbacks that meddle, and some that don't."""
     expect_verdict(
         answers,
+        Callback,
+        True,
+        "a callback that does nothing: two runs alone differ already in what you compare",
+    )
+    expect_verdict(
+        answers,
         answers["BrokenHistory"],
         True,
         "BrokenHistory reports nonsense, but the run is that without it",
@@ -991,10 +1023,6 @@ def expect_late_verdicts(answers: Answers) -> None:
         False,
         "a callback that switches dropout off at step 5: make six steps",
     )
-
-
-def expect_more_verdicts(answers: Answers) -> None:
-    """Callbacks that meddle where few look."""
     expect_verdict(
         answers,
         lambda: Meddler("on_train_end", lambda engine: torch.rand(())),
@@ -1002,6 +1030,10 @@ def expect_more_verdicts(answers: Answers) -> None:
         "a callback that draws from PyTorch's random numbers in on_train_end: compare all of their"
         " state, and no shortened text",
     )
+
+
+def expect_more_verdicts(answers: Answers) -> None:
+    """Callbacks that meddle where few look."""
     expect_verdict(
         answers,
         lambda: Meddler(
@@ -1022,11 +1054,11 @@ def expect_more_verdicts(answers: Answers) -> None:
         answers,
         lambda: Meddler(
             "on_train_end",
-            lambda engine: next(engine.model.parameters()).data.view(-1)[0].add_(1e-6),
+            lambda engine: next(engine.model.parameters()).data.view(-1)[0].mul_(1 + 2**-23),
         ),
         False,
-        "a callback that moves one weight by a millionth in on_train_end: compare bit for bit, at"
-        " the end",
+        "a callback that changes the last bit of one weight in on_train_end: compare bit for bit,"
+        " at the end, and no shortened text",
     )
 
 
@@ -1107,6 +1139,10 @@ def played_best(answers: Answers, values: Any, *, stop: Any = None, **arguments:
             callback.load_state_dict(state)
             callback.on_train_start(engine)
     callback.on_train_end(engine)
+    assert engine.model is model, (
+        "engine.model is another object after on_train_end: load the weights into the model that"
+        " is there, for others hold it too"
+    )
     return callback, models, engine
 
 
@@ -1175,15 +1211,19 @@ def expect_weights(found: Any, models: Any, step: Any, what: str, resumed: bool)
             f" step {target}: keep all of model.state_dict()"
         )
     at = next(
-        (other for other in models if isinstance(other, int) and same_model(found, models[other])),
-        "no validation",
+        (
+            f"those of step {other}"
+            for other in models
+            if isinstance(other, int) and same_model(found, models[other])
+        ),
+        "those of no validation",
     )
-    assert at == target or at != last, (
+    assert target == last or at != f"those of step {last}", (
         f"{what}: the model ends with the weights of its last step, expected those of step"
         f" {target}. {ask}"
     )
-    assert at == target, (
-        f"{what}: the model ends with the weights of step {at}, expected those of step {target}"
+    assert at == f"those of step {target}", (
+        f"{what}: the model's weights at the end are {at}, expected those of step {target}"
     )
 
 
@@ -1492,6 +1532,10 @@ def check_uneven(answers: Answers) -> None:
         expect_steepest(answers, drops, 1, "the slope is that between the two neighbours", skip=1)
 
 
+def summary(losses: list[float]) -> str:
+    return ", ".join(f"{loss:g}" for loss in losses[:3]) + ", ..." * (len(losses) > 3)
+
+
 def check_refusals(answers: Answers, x: Any, falls: Any) -> None:
     """Curves on which no point counts."""
     with case("Task 5, a curve that falls nowhere"):
@@ -1499,13 +1543,14 @@ def check_refusals(answers: Answers, x: Any, falls: Any) -> None:
             (curve_through(10**x, np.arange(61)), {}),
             (curve_through(10 ** x[:5], falls[:5]), {"skip": 10}),
             (curve_through(10**x, np.full(61, 2.0)), {"skip": 0}),
+            (LearningRateCurve([1e-3, 1e-2, 1e-1], [1.0, 2.0, 1.5], [1.0, 2.0, 1.5]), {"skip": 0}),
         ):
             try:
                 found = answers["steepest"](curve, **arguments)
             except ValueError:
                 continue
             raise AssertionError(
-                f"the result is {found}, expected a ValueError: no point that counts has a loss"
-                f" that"
-                " falls"
+                f"the smoothed losses are {summary(curve.smoothed)} and skip is"
+                f" {arguments.get('skip', 10)}: the result is {found}, expected a ValueError, for"
+                " no point that counts has a loss that falls"
             )

@@ -4,14 +4,17 @@ import copy
 import json
 import math
 import os
+import shutil
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from safetensors.torch import load, save
@@ -111,7 +114,7 @@ def check_run(first: dict[str, Any], name: str, make_run: Answer) -> tuple[bool,
         )
         seen = next(differing, None)
         assert first[name][part] == seen, (
-            f"run {name}, {part}: you say {first[name][part]}, which is not what the run shows."
+            f"run {name}, {part}: you say {first[name][part]!r}, which is not what the run shows."
             f" Think: {reason}"
         )
     return in_place, notes.living["state"]["step"]
@@ -146,7 +149,7 @@ def there_and_back(answers: Answers, tree: Any, what: str) -> tuple[Any, dict[st
     """split, through both formats, and join; returns (result, the tensors that were stored)."""
     split, join = written(answers, "split", "join")
     before = as_lists(tree)
-    with case(f"Task 2, {what}"):
+    with case(what):
         result = split(tree)
         assert isinstance(result, tuple) and len(result) == 2, (
             f"split must return the pair (plain, tensors), not {type(result).__name__}"
@@ -179,10 +182,10 @@ def there_and_back(answers: Answers, tree: Any, what: str) -> tuple[Any, dict[st
 
 def check_same_tree(answers: Answers, tree: Any, what: str) -> None:
     """A tree must come back as it was, with the types of its containers and keys."""
-    joined, _ = there_and_back(answers, tree, what)
-    found = as_lists(joined)
-    right = as_lists(tree)
-    assert found == right, f"Task 2, {what}: {str(tree)[:120]} came back as {str(joined)[:120]}"
+    with case("Task 2"):
+        joined, _ = there_and_back(answers, tree, what)
+        came_back = as_lists(joined) == as_lists(tree)
+        assert came_back, f"{what}: {str(tree)[:120]} came back as {str(joined)[:120]}"
 
 
 def task2_types(answers: Answers) -> None:
@@ -216,7 +219,19 @@ def task2_types(answers: Answers) -> None:
         },
         "other dtypes and shapes",
     )
+    check_same_tree(
+        answers,
+        {"name": "__main__", "mark": ["__tensor__", ("__tuple__",)]},
+        "values that begin with __, which only keys may not",
+    )
     check_refused(answers)
+
+
+class Pair(NamedTuple):
+    """A tuple with a type of its own, which would come back as a plain one."""
+
+    one: int
+    two: int
 
 
 def check_refused(answers: Answers) -> None:
@@ -226,6 +241,7 @@ def check_refused(answers: Answers) -> None:
         for tree, path in (
             ({"a": {"b": [object()]}}, "a.b.0"),
             ({"a": {"b": ({1, 2},)}}, "a.b.0"),
+            ({"a": {"b": [Pair(1, 2)]}}, "a.b.0"),
             ({"outer": {"inner": {True: 1}}}, "outer.inner"),
             ({"outer": {"inner": {None: 1}}}, "outer.inner"),
             ({"outer": {"inner": {"__tensor__": "w"}}}, "outer.inner"),
@@ -238,11 +254,14 @@ def check_refused(answers: Answers) -> None:
                     f"{tree} is refused, but the message {str(error)!r} does not name the path"
                     f" {path}"
                 )
+                assert f".{path}" not in str(error), (
+                    f"{tree} is refused with {str(error)!r}: the path is {path}, with no dot in"
+                    " front"
+                )
                 continue
             raise AssertionError(
                 f"{tree} was taken, and split returned {result!r}: refuse with a TypeError what"
-                " cannot"
-                " come back"
+                " cannot come back as it was, with its type"
             )
 
 
@@ -266,7 +285,7 @@ def task2_ties(answers: Answers) -> None:
             "list": [weight],
         }
         tree["row"] = weight[0]
-        joined, stored = there_and_back(answers, tree, "ties")
+        joined, stored = there_and_back(answers, tree, "one weight in several places")
         for name in ("embed", "norm", "head", "same", "turned", "row"):
             assert torch.equal(joined[name], tree[name]), (
                 f"{name} was {tree[name].tolist()} and came back as {joined[name].tolist()}: is it"
@@ -466,7 +485,8 @@ def check_write(write_atomic: Answer, path: Path, content: bytes, what: str) -> 
             assert modes[0] == modes[1], (
                 f"the file has the mode {modes[0]}, an ordinary new file has {modes[1]}: a"
                 " temporary file of the module tempfile is for its owner alone, so others who read"
-                " the folder cannot read this file"
+                " the folder cannot read this file, and a mode that you set yourself knows nothing"
+                " of the user's umask"
             )
 
 
@@ -484,6 +504,10 @@ def check_errors(write_atomic: Answer, folder: Path) -> None:
                 raised = caught
             target = folder / "state.json"
             assert target.exists(), "the old content is gone: the file itself was removed"
+            assert raised is not None or fail_at != "fsync", (
+                "os.fsync failed, and nobody was told: the error was swallowed, and whoever called"
+                " believes that the bytes are on the disk"
+            )
             assert raised is not None or target.read_bytes() != b"third" * 50, (
                 "the rename failed, and the file holds the new content all the same: it was copied"
                 " over the old one, as shutil.move does, and a kill in the middle leaves half of"
@@ -556,6 +580,12 @@ def task3_write(write_atomic: Answer) -> None:
         (folder / "state.tmp").write_bytes(b"somebody else's")
         check_write(write_atomic, folder / "state.json", b"first" * 100, "a new file")
         check_write(write_atomic, folder / "state.json", b"second" * 30, "a file that is there")
+        usual = os.umask(0o027)
+        try:
+            check_write(write_atomic, folder / "secret", b"third", "a user whose umask is 027")
+        finally:
+            os.umask(usual)
+            (folder / "secret").unlink(missing_ok=True)
         check_errors(write_atomic, folder)
         check_two_writers(write_atomic, folder)
 
@@ -662,6 +692,11 @@ def without_loss(path: Path) -> None:
     path.write_text(json.dumps({name: value for name, value in manifest.items() if name != "loss"}))
 
 
+def with_loss(path: Path, loss: Any) -> None:
+    """Write another loss into a manifest."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"loss": loss}))
+
+
 def empty(folder: Path) -> None:
     """Remove what is in a folder."""
     for entry in folder.iterdir():
@@ -679,12 +714,18 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "its manifest is a list": lambda folder: (folder / "manifest.json").write_text("[1, 2]"),
     "its manifest is {}": lambda folder: (folder / "manifest.json").write_text("{}"),
     "its manifest has no loss": lambda folder: without_loss(folder / "manifest.json"),
+    "its manifest has a text as the loss": (
+        lambda folder: with_loss(folder / "manifest.json", "low")
+    ),
+    "its manifest holds a byte that is not UTF-8": (
+        lambda folder: (folder / "manifest.json").write_bytes(b'{"loss": 0.5, "\xff')
+    ),
     "it is empty": lambda folder: empty(folder),
 }
 
 
 def check_damage(answers: Answers) -> None:
-    """The newest is damaged in one of nine ways, and the one before is used."""
+    """The newest is damaged in one way or another, and the one before is used."""
     for what, damage in DAMAGES.items():
         with (
             case(f"Task 4, of step 3 {what}"),
@@ -694,11 +735,13 @@ def check_damage(answers: Answers) -> None:
             damage(newest)
             whole = manager.is_whole(newest)
             why = "compare what is there with the hash in the manifest"
-            why = (
-                "best() reads the loss, so a manifest without it makes no sense"
-                if "loss" in what
-                else why
-            )
+            if "loss" in what:
+                why = (
+                    "best() reads the loss, so a manifest without it makes no sense, nor one in"
+                    " which it is no number"
+                )
+            if not isinstance(whole, bool):
+                why = "does every way out of it return True or False, also after an error?"
             assert whole is False, f"is_whole gives {whole!r}, expected False: {why}"
             assert step_of(manager.latest()) == 2, (
                 f"latest is step {step_of(manager.latest())}, expected 2, the newest that is whole"
@@ -750,6 +793,8 @@ def check_foreign(answers: Answers) -> None:
             (path / "notes.txt").write_text("not yours")
         for name in ("step_list.txt", "step_00000009"):
             (manager.folder / name).write_text("not yours")
+        shutil.copytree(manager.folder / "step_00000001", manager.folder / "step_00000007.bak")
+        foreign.append(manager.folder / "step_00000007.bak")
         (manager.folder / "step_1" / "notes.txt").rename(manager.folder / "step_1" / "state.json")
         for step in (2, 3):
             manager.save({"step": step}, step=step, loss=1.0)
@@ -766,7 +811,11 @@ def check_foreign(answers: Answers) -> None:
         assert not (manager.folder / "step_00000001").exists(), (
             "step 1 is old, not the best, and its own, but it is still there"
         )
-        assert step_of(manager.latest()) == 3, f"latest is {manager.latest()}, expected step 3"
+        latest = manager.latest()
+        assert latest and latest.name == "step_00000003", (
+            f"latest is {latest and latest.name}, expected step_00000003: a copy called"
+            " step_00000007.bak is no checkpoint, so match the whole name"
+        )
         (manager.folder / "step_00000003" / "my_plot.png").write_text("not yours")
         for step in (4, 5):
             manager.save({"step": step}, step=step, loss=0.5)
@@ -1073,6 +1122,36 @@ def check_several_saves(answers: Answers) -> None:
         assert disk.most == 1, "two saves ran at the same time"
 
 
+class Copied:
+    """A part of a state that notes how many copies of it there were at most at one time."""
+
+    copies: WeakSet["Copied"] = WeakSet()
+    most = 0
+
+    def __deepcopy__(self, memo: Any) -> "Copied":
+        deadline = time.monotonic() + 0.5  # a thread that has ended may still hold its own
+        while self.copies and time.monotonic() < deadline:
+            time.sleep(0.005)
+        copied = Copied()
+        self.copies.add(copied)
+        Copied.most = max(Copied.most, len(self.copies))
+        return copied
+
+
+def check_one_copy(answers: Answers) -> None:
+    """The copy of a save that is done is gone when the next one is made."""
+    with case("Task 6, one copy at a time"):
+        Copied.most = 0
+        saver = answers["BackgroundSaver"](lambda state, step: None)
+        for step in (1, 2):
+            saver({"part": Copied()}, step)
+        saver.wait()
+        assert Copied.most < 2, (
+            "the copy of step 1 was still in memory when that of step 2 was made: keep no copy in"
+            " an attribute after its save is done"
+        )
+
+
 def check_saver_errors(answers: Answers) -> None:
     """The error of a save comes out once, at the next call."""
     with case("Task 6, errors"), slow_disk(fail_at=(1, 4)) as disk:
@@ -1114,4 +1193,5 @@ def task6_saver(answers: Answers) -> None:
     """One save, several, and errors."""
     check_one_save(answers)
     check_several_saves(answers)
+    check_one_copy(answers)
     check_saver_errors(answers)

@@ -79,8 +79,9 @@ def play_run(
             monitor.on_validation_start(engine)
             clock.now += duration
             monitor.on_validation_end(engine, {"val_loss": 2.0})
-        rows.append({})
-        monitor.on_step_end(engine, rows[-1])
+        metrics = {"val_loss": 2.0} if validations else {}
+        monitor.on_step_end(engine, metrics)
+        rows.append({name: value for name, value in metrics.items() if name != "val_loss"})
     monitor.on_train_end(engine)
     return rows
 
@@ -211,8 +212,10 @@ def flops_slips(
         step(q + 4 * C * F + s, o): "a gated MLP has three matrices: gate, up, down",
         step(q + m, o): "the scores are forgotten: queries with keys, weights with values",
         step(q + m + s / 2, o): (
-            "the scores are two products: queries with keys, weights with values"
+            "the scores are two products (queries with keys, weights with values), and each query"
+            " is counted with all T keys"
         ),
+        step(q + m, o + s): "each layer has its scores, not only one",
         step(q + m + s, 0): "the output layer is forgotten",
         step(q * 3 / 4 + m + s, o): "attention has four matrices: q, k, v and o",
         step(q + m + s, 2 * o): "the table of embeddings is looked up, not multiplied",
@@ -228,7 +231,7 @@ def flops_slips(
 def task1_arithmetic(answers: Answers, more: bool = False) -> None:
     """The operations of a step, and the share of the machine."""
     with case("Task 1, arithmetic"):
-        right, slips = flops_slips(40, 3, 60, 100, 25, 8)
+        right, slips = flops_slips(40, 3, 60, 110, 25, 8)
         seconds = 0.08
         ceiling = 4e9
         shares = {value / seconds / ceiling: text for value, text in slips.items()}
@@ -239,6 +242,7 @@ def task1_arithmetic(answers: Answers, more: bool = False) -> None:
         shares |= {
             right / ceiling: "divide by the time of the step, too",
             right / ceiling / 80: "80 ms are 0.08 s",
+            round(right / seconds / ceiling, 2): "that's right to two digits; write three",
         }
         expect_numbers(
             answers,
@@ -247,7 +251,7 @@ def task1_arithmetic(answers: Answers, more: bool = False) -> None:
             lambda a, b: math.isclose(a, b, rel_tol=1e-3),
         )
         assert "flops_of" in answers, "write flops_of in the cell above and run it"
-        checks = [(40, 3, 60, 100, 25, 8), (16, 3, 24, 50, 6, 5)]
+        checks = [(40, 3, 60, 110, 25, 8), (16, 3, 24, 50, 6, 5)]
         if more:
             checks += [(64, 1, 160, 300, 24, 1), (32, 5, 64, 90, 1, 7), (8, 4, 12, 20, 64, 5)]
         for sizes in checks:
@@ -470,6 +474,10 @@ def speed_slips(row: Row) -> list[tuple[float, str]]:
         (count / (t - v) if t != v else 0.0, TWICE),
         (count / (t + 2 * v), MOVED_TWICE),
         (count / (t + 3.25), MADE),
+        (
+            count / (t - row.sum(1)),
+            "waiting for data is part of the time of a step: leave out validations only",
+        ),
         (
             32 * n / t,
             "rule 2: that is batch size times length times steps, but not all steps have as many"
@@ -743,7 +751,7 @@ def task3_work(answers: Answers, more: bool = False) -> None:
         targets=200,
     )
     check_monitor(
-        answers, "validations", [(0.5, 0.0, 30, 0.25), (0.5, 0.0, 32)] * 2, WORK, peak=3e5
+        answers, "validations", [(0.5, 0.125, 30, 0.25), (0.5, 0.0, 32)] * 2, WORK, peak=3e5
     )
     with case("Task 3, no peak_flops"):
         now = PlayedClock()
@@ -1030,6 +1038,9 @@ def self_slips(name: str, ticked: Any) -> dict[Any, str]:
     own, total, lengths, all_inside, mixed = ticked
     return {
         lengths[name]: "that is the whole length of its calls; take off those directly inside",
+        own[name] + lengths[name] - total[name]: (
+            "a call of the same name inside is taken off, too: its own time counts anyway"
+        ),
         all_inside[name]: (
             "calls deeper inside are taken off twice: take off only those directly inside"
         ),
@@ -1065,8 +1076,8 @@ def expect_time(name: str, pair: Any, calls: Any, ticked: Any, column: int) -> N
     right = ticked[column][name]
     why = next(
         (text for value, text in slips.items() if same_number(number, value)),
-        "draw the calls as bars, one thread below the other; a call that begins where another ends"
-        " does not lie in it",
+        "draw the calls as bars, one thread below the other; of calls that begin together the"
+        " longest holds the others, and a call that begins where another ends does not lie in it",
     )
     assert same_number(number, right), f"{what} is {number:g}, expected {right}: {why}"
 
@@ -1294,7 +1305,7 @@ def check_seconds(answers: Answers, steps: int, plan: Plan) -> None:
         slips = run_slips(plan, steps)
         why = next(
             (text for value, text in slips.items() if same_number(found, value)),
-            "write down what is done after each step",
+            "write down what is done after each step" if steps else "a run of 0 steps does nothing",
         )
         assert same_number(found, right), (
             f"run_seconds returns {found:g}, expected {right:g}: {why}"
@@ -1369,7 +1380,7 @@ def check_fits(answers: Answers, seconds: float, plan: Plan) -> None:
         why = fit_slip(number, right, plan.steps, exact=exact, steps=ends[right] / pace)
         assert number == right, f"what_fits returns {number:g}, expected {right}. {takes}: {why}"
         assert isinstance(found, int), (
-            f"what_fits returns a {type(found).__name__}, expected an int"
+            f"what_fits returns {type(found).__name__}({number:g}), expected an int"
         )
 
 
@@ -1402,15 +1413,17 @@ def task6_fits(answers: Answers, more: bool = False) -> None:
 
 
 class Layered(nn.Module):
-    """A model with an embedding, layers of two matrices each, and a norm."""
+    """A model with a frozen embedding, layers of two matrices each, and a norm with a buffer."""
 
     def __init__(self, layers: int):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(5, 4)
+        self.embedding = nn.Embedding(5, 4).requires_grad_(False)
         block = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(layers)]
         self.layers = nn.ModuleList(block)
         self.norm = nn.LayerNorm(4)
+        nn.init.ones_(self.norm.bias)
+        self.norm.register_buffer("seen", torch.ones(100))
 
 
 def named_layer(name: str) -> str:
@@ -1418,7 +1431,7 @@ def named_layer(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-def layer_slips(before: Any, after: Any) -> dict[str, dict[float, str]]:
+def layer_slips(model: Any, before: Any, after: Any) -> dict[str, dict[float, str]]:
     """Wrong ratios of each layer, and what leads to them."""
     slips: dict[str, dict[float, str]] = {}
     for layer in {named_layer(name) for name in before}:
@@ -1429,12 +1442,26 @@ def layer_slips(before: Any, after: Any) -> dict[str, dict[float, str]]:
         each = [
             float((after[n] - before[n]).norm() / before[n].norm().clamp(min=1e-9)) for n in mine
         ]
+        lengths = [
+            sum(float(tensor.norm()) for tensor in tensors)
+            for tensors in ([after[n] - before[n] for n in mine], [before[n] for n in mine])
+        ]
+        buffers = sum(
+            float(buffer.square().sum())
+            for name, buffer in model.named_buffers()
+            if named_layer(name) == layer
+        )
         apart = abs(math.sqrt(new) - math.sqrt(old)) / math.sqrt(old)
         slips[layer] = {
             math.sqrt(moved / old): "",
             0.0: "copy the weights before the step: the step changes them in place",
             moved / old: "that's the square of the ratio: take the root at the end",
             sum(each) / len(each): "that's the mean over the layer's tensors: add squares first",
+            lengths[0]
+            / lengths[1]: "norms don't add up: add squares, and take the root at the end",
+            math.sqrt(
+                moved / (old + buffers)
+            ): "buffers count as weights: take the parameters only",
             math.sqrt(moved / new): "divide by the norm of the weights before the step",
             math.sqrt(moved): "that's the length of the update; divide it by that of the weights",
             apart: "that's how much the norm has changed: a weight may move without getting longer",
@@ -1460,20 +1487,25 @@ def check_layers(answers: Answers, layers: int, moves: Mapping[str, float]) -> N
         found = answers["watch_step"](model, step)
         assert len(calls) == 1, f"step was called {len(calls)} times, expected once"
         after = {name: p.detach() for name, p in model.named_parameters()}
-        expect_layers(found, layer_slips(before, after))
+        expect_layers(found, layer_slips(model, before, after))
 
 
 def expect_layers(found: Any, slips: dict[str, dict[float, str]]) -> None:
     """The ratio of each layer; the first of the slips is the right number."""
     assert isinstance(found, dict), f"returned {type(found).__name__}, expected a dictionary"
     assert found.keys() == slips.keys(), (
-        f"the layers are {sorted(map(str, found))}, expected {sorted(slips)}"
+        f"the layers are {sorted(map(str, found))}, expected {sorted(slips)}: all parameters count,"
+        " also frozen ones, and only names that begin with 'layers.' keep two parts"
     )
     for layer, causes in slips.items():
         right = next(iter(causes))
         value = expect_number(found[layer], f"the ratio of {layer}")
         near = [text for wrong, text in causes.items() if math.isclose(value, wrong, rel_tol=1e-3)]
-        why = next(filter(None, near), "compare the weights before the step with those after it")
+        why = next(
+            filter(None, near),
+            "compare the weights before the step with those after it, and add up the squares of"
+            " all numbers of the layer before you take a root",
+        )
         assert math.isclose(value, right, rel_tol=1e-3, abs_tol=1e-9), (
             f"the ratio of {layer} is {value:.4g}, expected {right:.4g}: {why}"
         )
@@ -1513,17 +1545,33 @@ def check_verdict(answers: Answers, what: str, right: Any, rows: Any, healthy: A
         assert found == right, f"diagnose says {found}, expected {right}: {what}"
 
 
-def task7_diagnose(answers: Answers, more: bool = False) -> None:
-    """The fault of some runs."""
-    written(answers, "diagnose")
-    healthy = played_rows(3, {})
-    runs: list[tuple[str, Any, dict[str, Callable[[int], float]]]] = [
+FaultyRun = tuple[str, Any, dict[str, Callable[[int], float]]]
+
+
+def faulty_runs() -> list[FaultyRun]:
+    """What is wrong with a run, in words and as `diagnose` says it, and what makes it so."""
+    return [
         ("nothing is wrong", ("healthy", None), {}),
         ("a layer never moves", ("frozen", "layers.1"), {"ratio1": lambda step: 0.0}),
         (
             "a layer that rests in one row only isn't frozen",
             ("healthy", None),
             {"ratio1": lambda step: 0.01 * (step != 2)},
+        ),
+        (
+            "a layer that rests in the last row only isn't frozen",
+            ("healthy", None),
+            {"ratio1": lambda step: 0.01 * (step != 4)},
+        ),
+        (
+            "a layer that moves very little isn't frozen",
+            ("healthy", None),
+            {"ratio1": lambda step: 1e-6},
+        ),
+        (
+            "fast comes before large",
+            ("fast", None),
+            {"ratio": lambda step: 0.2, "size1": lambda step: 9.0},
         ),
         ("all layers move too far at the end", ("fast", None), {"ratio": lambda step: 0.02 * step}),
         (
@@ -1538,6 +1586,13 @@ def task7_diagnose(answers: Answers, more: bool = False) -> None:
             {"size0": lambda step: 2.0 * step},
         ),
     ]
+
+
+def task7_diagnose(answers: Answers, more: bool = False) -> None:
+    """The fault of some runs."""
+    written(answers, "diagnose")
+    healthy = played_rows(3, {})
+    runs = faulty_runs()
     if more:
         runs += [
             (
@@ -1553,3 +1608,21 @@ def task7_diagnose(answers: Answers, more: bool = False) -> None:
         ]
     for what, right, changed in runs:
         check_verdict(answers, what, right, played_rows(3, changed), healthy)
+    if more:
+        check_other_runs(answers)
+
+
+def check_other_runs(answers: Answers) -> None:
+    """Runs beside a healthy run of another length, of more layers, and at the border."""
+    falling = played_rows(3, {"ratio": lambda step: 0.08 / step})
+    short = played_rows(3, {"ratio": lambda step: 0.1})[:2]
+    what = "the last row of a run is compared with the last row of the healthy run, which is longer"
+    check_verdict(answers, what, ("fast", None), short, falling)
+    many = played_rows(12, {"ratio2": lambda step: 0.0, "ratio10": lambda step: 0.0})
+    what = "layers.2 comes before layers.10, as in the rows"
+    check_verdict(answers, what, ("frozen", "layers.2"), many, played_rows(12, {}))
+    thrice = played_rows(1, {"ratio": lambda step: 0.75})
+    what = "exactly 3 times isn't more than 3 times"
+    check_verdict(
+        answers, what, ("healthy", None), thrice, played_rows(1, {"ratio": lambda step: 0.25})
+    )

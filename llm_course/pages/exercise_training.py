@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from llm_course import cli
 from llm_course.model.config import ModelConfig
-from llm_course.pages.checking import Answer, Answers, case, written
+from llm_course.pages.checking import Answer, Answers, case, same, written
 from llm_course.text.data import check_same_data
 from llm_course.training import sources, train
-from llm_course.training.callbacks import read_metrics
+from llm_course.training.callbacks import EarlyStopping, read_metrics
 from llm_course.training.checkpointing import Checkpointer, CheckpointManager, load_checkpoint
 from llm_course.training.config import (
     CheckpointConfig,
@@ -206,7 +206,7 @@ def check_resume(
     answers: Answers, folder: Path, whole: TrainingEngine, rows: list[dict[str, Any]]
 ) -> None:
     """The run goes on from step 6 as if nobody had killed it."""
-    with silent_case("Task 1, killed after step 8 and gone on with from step 6"):
+    with silent_case("Task 1, killed after step 8 and resumed from step 6"):
         shutil.rmtree(folder / "checkpoints" / "step_00000008")
         again, began = compose_and_run(answers, line_config(folder))
         assert began == 6, (
@@ -263,6 +263,9 @@ def check_early_stopping(answers: Answers) -> None:
             f"with patience None the run of 5 steps stopped after step {engine.state.step}: no"
             " EarlyStopping then"
         )
+        assert not any(isinstance(callback, EarlyStopping) for callback in engine.callbacks), (
+            "with patience None there is an EarlyStopping in the list: a large patience isn't none"
+        )
         for patience in (2, 3):
             engine, _ = compose_and_run(answers, stuck(new_folder(), 8, patience=patience))
             wanted = engine.state.step
@@ -272,11 +275,17 @@ def check_early_stopping(answers: Answers) -> None:
                 " EarlyStopping"
                 " in the list, with the patience of the configuration?"
             )
+        with silent_case(
+            "a run whose manager has no best_metric, which is not what EarlyStopping watches"
+        ):
+            compose_and_run(
+                answers, stuck(new_folder(), 3, patience=3, checkpoint={"best_metric": None})
+            )
         folder = new_folder()
         compose_and_run(answers, stuck(folder, 2, save=2, patience=3))
         engine, _ = compose_and_run(answers, stuck(folder, 8, save=2, patience=3))
         assert engine.state.step == wanted, (
-            f"stopped after step 2 and gone on with, the run ends after step {engine.state.step},"
+            f"stopped after step 2 and resumed, the run ends after step {engine.state.step},"
             f" without a stop after {wanted}: is EarlyStopping's count restored, by setup and with"
             " the"
             " whole state?"
@@ -428,7 +437,13 @@ def check_digits(answers: Answers) -> None:
                 train_rows,
                 val_rows,
             ), "the same seed gave other rows: use a generator of your own with that seed"
+            torch.rand(())  # so that a seed shows
+            before = torch.get_rng_state()
             data.setup()
+            assert torch.equal(torch.get_rng_state(), before), (
+                "setup() moves PyTorch's own random numbers, which the run needs for its weights"
+                " and its dropout: use a generator of your own"
+            )
             assert [
                 tuple(row) for row in digit_rows(data.train_dataset)["digits"].tolist()
             ] == train_rows, (
@@ -469,7 +484,7 @@ def check_fingerprint(answers: Answers) -> None:
             except ValueError:
                 continue
             raise AssertionError(
-                f"a run could be gone on with with another {what}: fingerprint() says {prints[0]}"
+                f"a run could be resumed with another {what}: fingerprint() says {prints[0]}"
                 " and"
                 f" then {other}"
             )
@@ -520,6 +535,11 @@ def check_step(digits_task: Any, data: Any, model: Any, count: int) -> None:
     assert logits.shape == (count, 10), (
         f"for {count} rows the model returns the shape {tuple(logits.shape)}, expected"
         f" ({count}, 10)"
+    )
+    are_shares = bool((logits >= 0).all()) and same(logits.sum(1), torch.ones(count))
+    assert not are_shares, (
+        "each row of the model's output adds up to 1: return logits, not probabilities, for"
+        " cross_entropy takes the softmax itself"
     )
     loss = float(output.loss_sum)
     right = F.cross_entropy(logits, batch["largest"], reduction="sum").item()
@@ -601,7 +621,7 @@ def check_accuracy(answers: Answers) -> None:
 
 def check_digits_resume(answers: Answers) -> None:
     """A run that was stopped in epoch 1 goes on exactly, and not on other data."""
-    with silent_case("Task 2, stopped in epoch 1 and gone on with"):
+    with silent_case("Task 2, stopped in epoch 1 and resumed"):
         whole = digit_engine(answers, 12, seed=3)
         first = digit_engine(answers, 12, seed=3, stop=11)
         again = digit_engine(answers, 12, first.state_dict(), seed=3)
@@ -616,7 +636,7 @@ def check_digits_resume(answers: Answers) -> None:
             pass
         else:
             raise AssertionError(
-                "a run of seed 3 was gone on with on the data of seed 4: put the seed into the"
+                "a run of seed 3 was resumed on the data of seed 4: put the seed into the"
                 " fingerprint"
             )
 
@@ -704,7 +724,7 @@ def real_outcomes() -> dict[str, Any]:
 RULES = {
     "absent": "there is nothing to go on with, and nothing to destroy",
     "killed": (
-        "an unfinished run with the same settings is gone on with, from its newest checkpoint."
+        "an unfinished run with the same settings is resumed from its newest checkpoint."
         " One is due every 3 steps; kill -9 leaves no time for another"
     ),
     "slower": "how a run is trained may change: the new rate counts from then on",
@@ -834,6 +854,29 @@ def changed_settings(now: dict[str, Any], default: dict[str, Any]) -> dict[str, 
     }
 
 
+class Saving(Callback):
+    """Saves the steps in `stay`, and stops after `steps`; a poisoned model has a NaN."""
+
+    def __init__(
+        self, manager: CheckpointManager, stay: tuple[int, ...], steps: int, poison: bool
+    ) -> None:
+        self.manager = manager
+        self.stay = stay
+        self.steps = steps
+        self.poison = poison
+
+    def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
+        if self.poison:
+            nn.init.constant_(engine.model.bias, math.nan)
+        if engine.state.step in self.stay:
+            state = engine.state_dict()
+            # where each step is validated, the newest is the best by this score
+            state["metrics"] = state["metrics"] | {"val_score": -engine.state.step}
+            self.manager.save(state, step=engine.state.step)
+        if engine.state.step == self.steps:
+            engine.stop("killed")
+
+
 def make_run(
     comparing: Path,
     name: str,
@@ -846,13 +889,14 @@ def make_run(
     best_mode: str = "min",
     stay: tuple[int, ...] = (2, 3),
     poison: bool = False,
+    checkpoint: dict[str, Any] | None = None,
     **more: Any,
 ) -> str:
     """A run with checkpoints of the steps in `stay`; where it was validated after step 2 only, that
     of step 3 has an old loss.
     """
     folder = comparing / name
-    settings = {"keep_last": 9, "best_mode": best_mode}
+    settings = {"keep_last": 9, "best_mode": best_mode} | (checkpoint or {})
     config = line_config(
         folder,
         4,
@@ -864,18 +908,9 @@ def make_run(
         **more,
     )
     task = RegressionTask(config)
-    manager = CheckpointManager(folder / "checkpoints", keep_last=9)
+    manager = CheckpointManager(config.checkpoint_dir, keep_last=9)
 
-    class Save(Callback):
-        def on_step_end(self, engine: Any, metrics: dict[str, Any]) -> None:
-            if poison:
-                nn.init.constant_(engine.model.bias, math.nan)
-            if engine.state.step in stay:
-                manager.save(engine.state_dict(), step=engine.state.step)
-            if engine.state.step == steps:
-                engine.stop("killed")
-
-    TrainingEngine(config, task, task.build_data(), [Save()]).run()
+    TrainingEngine(config, task, task.build_data(), [Saving(manager, stay, steps, poison)]).run()
     folder.mkdir(exist_ok=True)
     path = folder / "config.yaml"
     # JSON is YAML
@@ -888,7 +923,7 @@ def make_run(
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Seven runs to compare, each by the name of its folder."""
+    """Ten runs to compare, each by the name of its folder."""
 
     folder: Path
     slow: str
@@ -898,10 +933,13 @@ class Runs:
     odd: str  # its best is the highest
     small: str  # 64 rows to measure, so batches of 24, 24 and 16
     nan: str
+    unseen: str  # never validated
+    scored: str  # its best is chosen by another metric than the loss
+    elsewhere: str  # its checkpoints are in a folder of their own
 
 
 def make_runs() -> Runs:
-    """Train the seven runs."""
+    """Train the ten runs."""
     folder = new_folder()
     make = functools.partial(make_run, folder)
     return Runs(
@@ -913,6 +951,9 @@ def make_runs() -> Runs:
         odd=make("odd", 0.1, best_mode="max", every=1),
         small=make("small", 0.05, batch_size=24, seed=7),
         nan=make("nan", 0.5, steps=1, stay=(1,), poison=True),
+        unseen=make("unseen", 0.1, every=100),
+        scored=make("scored", 30.0, every=1, checkpoint={"best_metric": "val_score"}),
+        elsewhere=make("elsewhere", 0.1, checkpoint={"dir": str(new_folder())}),
     )
 
 
@@ -1005,6 +1046,43 @@ def check_measured(answers: Answers, runs: Runs) -> None:
         check_unchanged(runs, before)
 
 
+class Dropping(nn.Linear):
+    """A linear layer with dropout before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def check_dropout(answers: Answers, runs: Runs) -> None:
+    """A model is measured in evaluation mode."""
+    with (
+        silent_case("Task 4, a model with dropout"),
+        patch.object(RegressionTask, "build_model", lambda self, data: Dropping(8, 1)),
+    ):
+        [row] = compared(answers, [runs.fast])
+        assert math.isclose(row["val_loss"], loss_by_hand(runs.fast, 3), rel_tol=1e-5), (
+            f"val_loss is {row['val_loss']:.4f}, expected {loss_by_hand(runs.fast, 3):.4f}: is"
+            " dropout switched off, by the model's eval()?"
+        )
+
+
+def check_places(answers: Answers, runs: Runs) -> None:
+    """A run that was moved, and one whose checkpoints are in a folder of their own."""
+    with silent_case("Task 4, where the checkpoints are"):
+        moved = shutil.copytree(runs.fast, new_folder() / "moved")
+        shutil.rmtree(moved / "checkpoints" / "step_00000003")
+        [row] = compared(answers, [str(moved)])
+        assert row["step"] == 2, (
+            "a copy of fast lies in moved, without its newest checkpoint, so its step is 2, not"
+            f" {row['step']!r}: run_dir in config.yaml is the old folder, so replace it"
+        )
+        [row] = compared(answers, [runs.elsewhere])
+        assert row["step"] == 3, (
+            "elsewhere keeps its checkpoints in the folder checkpoint.dir of its configuration, and"
+            f" step is {row['step']!r}, expected 3: config.checkpoint_dir knows the folder"
+        )
+
+
 def check_other_data(answers: Answers, runs: Runs) -> None:
     """Each run is measured on its own rows, all of them."""
     with silent_case("Task 4, a run with another seed and with batches of 24, 24 and 16 rows"):
@@ -1070,6 +1148,16 @@ def check_best_one(answers: Answers, runs: Runs) -> None:
         assert row["step"] == 2, (
             f"the best checkpoint of wild is that of step 2, and step is {row['step']!r}: ask the"
             " manager, with the run's best_metric"
+        )
+        [none] = compared(answers, [runs.unseen], "best")
+        assert none["step"] is None and none["val_loss"] is None, (
+            "the checkpoints of unseen were never validated, so there is no best one: step and"
+            f" val_loss are None, not {none['step']} and {none['val_loss']}"
+        )
+        [scored] = compared(answers, [runs.scored], "best")
+        assert scored["step"] == 3, (
+            "scored is configured with best_metric val_score, by which its checkpoint of step 3 is"
+            f" the best, and step is {scored['step']!r}"
         )
         assert math.isclose(row["val_loss"], loss_by_hand(runs.wild, 2), rel_tol=1e-5), (
             f"the best checkpoint of wild has the loss {loss_by_hand(runs.wild, 2):.4f}, and"
@@ -1240,6 +1328,8 @@ def task4_compare(answers: Answers) -> None:
         written(answers, "compare", "compare_command")
     runs = make_runs()
     check_measured(answers, runs)
+    check_dropout(answers, runs)
+    check_places(answers, runs)
     check_other_data(answers, runs)
     check_settings(answers, runs)
     check_best_one(answers, runs)
@@ -1470,7 +1560,7 @@ def check_many_updates(answers: Answers) -> None:
     check_training(
         answers,
         make_sentences(13, 2),
-        "unequal sentences, and a last window that is short",
+        "unequal sentences, and a last window that is short: it is an update, too, and counts in n",
         size=3,
         window=2,
     )
@@ -1578,6 +1668,7 @@ PLANTED: dict[str | None, dict[str, Any]] = {
     ),
     "rate": dict(factor=lambda done, updates: 1 - (done + 1) / updates),
     "rate: it never changes": dict(factor=lambda done, updates: 1.0),
+    "rate: n is the number of micro-batches": dict(plan=lambda batches, window: batches),
 }
 
 
@@ -1711,5 +1802,6 @@ def task5_others(answers: Answers, more: dict[str, dict[str, Any]]) -> None:
             ]
             assert not others, (
                 f"it fails on loops that only break {' and '.join(map(str, others))}. Choose"
-                " sentences, sizes or a rate with which that does not show"
+                " sentences, sizes or a rate with which that does not show, or compare with what"
+                " the model was really given"
             )
