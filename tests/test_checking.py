@@ -134,6 +134,28 @@ def test_what_is_not_written_is_named():
             written({"a": 1}, "a", "b", "c")
 
 
+def test_an_assert_of_the_students_is_not_taken_for_a_test():
+    """Each cell of a notebook is a file of its own."""
+    cell: dict = {"case": case}
+    exec(compile("def answer(n):\n    assert n > 2, 'n is small'", "answer", "exec"), cell)
+    exec(compile("def bare():\n    assert False", "bare", "exec"), cell)
+    test = "with case('Task 1'):\n    answer(3)\n    assert answer(3) == 3, 'expected 3'"
+    with pytest.raises(AssertionError, match="^Task 1: expected 3$"):
+        exec(compile(test, "test", "exec"), cell)
+    for call, words in (
+        ("answer(1)", "AssertionError: n is small"),
+        ("bare()", "AssertionError"),
+        ("int('')", "ValueError: invalid literal for int.. with base 10: ''"),
+        ("Cache", None),
+    ):
+        words = f"your code raised {words}" if words else "there is no Cache yet: run the cell .*"
+        with pytest.raises(AssertionError, match=f"^Task 1: {words}$"):
+            exec(compile(f"with case('Task 1'):\n    {call}", "test", "exec"), cell)
+    with pytest.raises(AssertionError, match="^Task 1: Part 2: n is a NoneType, expected a number"):
+        with case("Task 1"), case("Part 2"):
+            expect_number(None, "n")
+
+
 @pytest.mark.parametrize("path", sorted(PAGES.glob("exercise_*.py")), ids=lambda path: path.stem)
 def test_a_checker_does_not_repeat_what_is_shared(path):
     shared, own = (

@@ -3,8 +3,10 @@
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -20,10 +22,21 @@ def case(name: str) -> Iterator[None]:
     """Say in which case a check failed, also if the student's code raised an error of its own."""
     try:
         yield
-    except AssertionError as error:
-        raise AssertionError(f"{name}: {error}") from None
     except Exception as error:
-        raise AssertionError(f"{name}: your code raised {type(error).__name__}: {error}") from error
+        if isinstance(error, AssertionError) and _is_from_test(error):
+            raise AssertionError(f"{name}: {error}") from None
+        if isinstance(error, NameError) and _is_from_test(error):
+            words = f"{name}: there is no {error.name} yet: run the cell in which you write it"
+            raise AssertionError(words) from error
+        words = f": {error}" if str(error) else ""
+        raise AssertionError(f"{name}: your code raised {type(error).__name__}{words}") from error
+
+
+def _is_from_test(error: Exception) -> bool:
+    """Whether a checker or the test cell itself raised it: a student's cell is another file."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # files[0] is that of `case`, which the error passes through, and files[1] that of the test
+    return files[-1] == files[1] or Path(files[-1]).parent == Path(__file__).parent
 
 
 @contextmanager

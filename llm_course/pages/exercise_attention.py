@@ -18,6 +18,7 @@ from llm_course.pages.checking import (
     case,
     expect,
     expect_kind,
+    expect_number,
     forbid,
     same,
     written,
@@ -332,7 +333,7 @@ def check_grouped(grouped_query_attention: Attend) -> None:
 def _check_heads(yours: Attend) -> None:
     """Which head reads which, and with which mask."""
     with case("Task 3, one head"):
-        q, k, v = inputs(2, 1, 1, 5, 5, 8)
+        q, k, v = inputs(2, 1, 1, 5, 5, 6)
         expect(
             yours(q, k, v),
             oracle(q, k, v),
@@ -364,8 +365,7 @@ def _check_heads(yours: Attend) -> None:
             yours(q, k, v),
             oracle(q, k, v),
             "the values come from the right heads, so look at the keys: are the queries folded in"
-            " the"
-            " same order?",
+            " the same order, and is the scale still 1 over the root of D?",
         )
     with case("Task 3, with a causal mask"):
         q, k, v = inputs(2, 4, 2, 3, 5, 8)
@@ -680,6 +680,11 @@ def updated(cache: Any, layer_index: int, k: Tensor, v: Tensor) -> list[int]:
         raise AssertionError(
             f"update raised RuntimeError: {error} When you concatenate: positions are dimension 2"
         ) from error
+    except LookupError as error:
+        raise AssertionError(
+            f"update raised {type(error).__name__} for layer {layer_index}: layers may come in any"
+            " order, with any numbers, so keep them in a dictionary"
+        ) from error
     assert isinstance(result, tuple) and len(result) == 2, (
         f"update must return the pair (keys, values), not {type(result).__name__}"
     )
@@ -960,33 +965,37 @@ def check_four_numbers(answers: Answers, measured_bytes: Bytes) -> None:
     """Task 6: bytes for a token, and what a window saves."""
     with case("Task 6, the four numbers"):
         names = ("bytes_per_token", "first_saving", "saved_at_8192", "saved_at_most")
-        bytes_per_token, first_saving, saved_at_8192, saved_at_most = written(answers, *names)
+        typed = zip(names, written(answers, *names), strict=True)
+        per_token, first, at_8192, at_most = (expect_number(n, name) for name, n in typed)
         gemma: dict[str, Any] = dict(num_layers=42, num_kv_heads=8, head_dim=256)
 
         real = measured_bytes(1, **gemma)
-        assert bytes_per_token * 1000 > real * 1.1, (
-            f"bytes_per_token: you have {bytes_per_token:,}; type it in bytes, not in thousands"
+        assert per_token * 1000 > real * 1.1, (
+            f"bytes_per_token: you have {per_token:,.0f}; type it in bytes, not in thousands"
         )
-        assert bytes_per_token != 2 * real, (
+        assert per_token != 2 * real, (
             "bytes_per_token is twice what it should be: the cache holds the 8 key/value heads,"
             " not the 16"
             " query heads"
         )
-        assert bytes_per_token == real, (
+        assert per_token == real, (
             "bytes_per_token: a token leaves a key and a value, in each layer and key/value head,"
             " of"
-            f" 256 numbers of 2 bytes; you have {bytes_per_token:,}"
+            f" 256 numbers of 2 bytes; you have {per_token:,.0f}"
         )
-        assert saved(first_saving, measured_bytes) > 0, (
-            f"first_saving: at {first_saving:,} tokens every window layer still holds the whole"
+        assert first.is_integer() and first > 0, (
+            f"first_saving is {first:g}, expected a number of tokens"
+        )
+        assert saved(int(first), measured_bytes) > 0, (
+            f"first_saving: at {first:,.0f} tokens every window layer still holds the whole"
             " text,"
             " so nothing is saved"
         )
-        assert saved(first_saving - 1, measured_bytes) == 0, (
-            f"first_saving: at {first_saving - 1:,} tokens something is saved already; look for the"
+        assert saved(int(first) - 1, measured_bytes) == 0, (
+            f"first_saving: at {first - 1:,.0f} tokens something is saved already; look for the"
             " first key that is dropped"
         )
-        _check_shares(saved_at_8192, saved_at_most, measured_bytes)
+        _check_shares(at_8192, at_most, measured_bytes)
 
 
 def _check_shares(saved_at_8192: float, saved_at_most: float, measured_bytes: Bytes) -> None:
@@ -1019,7 +1028,7 @@ def check_alibi(alibi_attention: Attend) -> None:
     """Task 7: no slope, equal scores, and new queries after old keys."""
     with case("Task 7, slope 0"):
         torch.manual_seed(0)
-        q, k, v = torch.randn(3, 2, 2, 5, 8)
+        q, k, v = torch.randn(3, 2, 2, 5, 6)
         expect(
             alibi_attention(q, k, v, torch.zeros(2)),
             F.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -1115,10 +1124,10 @@ def check_reach(answers: Answers) -> None:
                 f" {far / own:.3f}"
                 " of the own key's, not 0.5. Which d makes exp(-slope * d) one half?"
             )
-        [far_heads] = written(answers, "far_heads")
+        far_heads = expect_number(*written(answers, "far_heads"), "far_heads")
         weights_at_100 = torch.tensor([-100 / 2**i for i in range(1, 9)]).exp()
         assert far_heads == int((weights_at_100 >= 0.5).sum()), (
-            f"far_heads = {far_heads}: take half_distance of each of the eight slopes, and count"
+            f"far_heads = {far_heads:g}: take half_distance of each of the eight slopes, and count"
             " those"
             " of 100 or more"
         )

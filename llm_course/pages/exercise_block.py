@@ -16,7 +16,15 @@ from llm_course.model.moe import MoE
 from llm_course.model.normalization import RMSNorm
 from llm_course.model.rope import RotaryEmbedding
 from llm_course.model.transformer_block import TransformerBlock
-from llm_course.pages.checking import case, expect, forbid, expect_number, same, written
+from llm_course.pages.checking import (
+    case,
+    expect,
+    expect_number,
+    expect_plain_number,
+    forbid,
+    same,
+    written,
+)
 
 
 def randomise(module: Any, seed: int = 0) -> Any:
@@ -270,29 +278,58 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
         "the MLP is missing": h,
     }
     if rule == "post":
-        z = x + n2(a(x))
-        slips["post-norm takes the norm of the sum, norm(x + y); you have x + norm(y)"] = z + n4(
-            f(z)
-        )
-        slips["the first half is post-norm, the second is not: norm(x + y) there too"] = h + n4(
-            f(h)
-        )
-        slips["the second half is post-norm, the first is not: norm(x + y) there too"] = n4(
-            z + f(z)
-        )
+        slips |= post_slips(b, x)
     else:
-        z = b.add_to_stream(n1(x), a(n1(x)), n2)
-        w = x + n2(a(n3(x)))
-        g = x + n3(a(n1(x)))
-        slips |= {
-            "residual after the norm: the layer reads norm(x), but its answer is added to x"
-            " itself": b.add_to_stream(n3(z), f(n3(z)), n4),
-            "the norms are exchanged: attention reads input_layernorm(x), the MLP"
-            " post_attention_layernorm": (w + n4(f(n1(w)))),
-            "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
-            "the MLP reads the stream without its norm": h + n4(f(h)),
-        }
+        slips |= input_norm_slips(b, x)
     return slips | (output_norm_slips(b, x) if rule in ("sandwich", "output") else {})
+
+
+def post_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only post-norm can have."""
+    a = b.self_attn
+    f = b.mlp
+    n2 = b.attention_output_norm
+    n4 = b.mlp_output_norm
+    h = n2(x + a(x))  # the stream after attention
+    z = x + n2(a(x))
+    w = n2(x) + a(x)
+    v = n4(x + a(x))
+    return {
+        "post-norm takes the norm of the sum, norm(x + y); you have x + norm(y)": z + n4(f(z)),
+        "post-norm takes the norm of the sum, norm(x + y); you have norm(x) + y": n4(w) + f(w),
+        "the first half is post-norm, the second is not: norm(x + y) there too": h + n4(f(h)),
+        "the second half is post-norm, the first is not: norm(x + y) there too": n4(z + f(z)),
+        "the two output norms are exchanged": n2(v + f(v)),
+        "both halves use mlp_output_norm; attention has a norm of its own": n4(v + f(v)),
+        "both halves use attention_output_norm; the MLP has a norm of its own": n2(h + f(h)),
+    }
+
+
+def input_norm_slips(b: Any, x: Any) -> Any:
+    """What a slip gives that only a rule with norms before its layers can have."""
+    a = b.self_attn
+    f = b.mlp
+    n1 = b.input_layernorm
+    n2 = b.attention_output_norm
+    n3 = b.post_attention_layernorm
+    n4 = b.mlp_output_norm
+    h = x + n2(a(n1(x)))  # the stream after attention
+    z = n1(x) + n2(a(n1(x)))
+    w = x + n2(a(n3(x)))
+    g = x + n3(a(n1(x)))
+    return {
+        "you add the output to norm(x); the layer reads norm(x), but its output is added to x"
+        " itself": b.add_to_stream(n3(z), f(n3(z)), n4),
+        "the norms are exchanged: attention reads input_layernorm(x), the MLP"
+        " post_attention_layernorm": (w + n4(f(n1(w)))),
+        "both layers read input_layernorm(x): the MLP's own norm is post_attention_layernorm": (
+            h + n4(f(n1(h)))
+        ),
+        "both layers read post_attention_layernorm(x), which is the norm before the MLP, in"
+        " spite of its name": w + n4(f(n3(w))),
+        "post_attention_layernorm stands before the MLP, not behind attention": g + n4(f(g)),
+        "the MLP reads the stream without its norm": h + n4(f(h)),
+    }
 
 
 def output_norm_slips(b: Any, x: Any) -> Any:
@@ -314,6 +351,9 @@ def output_norm_slips(b: Any, x: Any) -> Any:
         p + f(n3(p))
     )
     slips["the two output norms are exchanged"] = q + n2(f(n3(q)))
+    slips["both halves use mlp_output_norm; attention has a norm of its own"] = q + n4(f(n3(q)))
+    h = x + n2(a(n1(x)))
+    slips["both halves use attention_output_norm; the MLP has a norm of its own"] = h + n2(f(n3(h)))
     return slips
 
 
@@ -503,18 +543,39 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
             "nothing has changed: the multiplier scales the stream": m * s + f(n3(s)),
             "the second half is still broken": m * h + f(n3(h)),
             "the first half is still broken": s + m * f(n3(s)),
-            "the multiplier is gone: this is right for m = 1 only": k + f(n3(k)),
             "the multiplier scales the sum, the stream too; mind the brackets": (
                 m * k + m * f(n3(m * k))
             ),
             "the multiplier scales the sums, the stream too; mind the brackets": (
                 m * (m * k + f(n3(m * k)))
             ),
-            "the multiplier is gone from the first half": k + m * f(n3(k)),
-            "the multiplier is gone from the second half": h + f(n3(h)),
         },
     }
-    return slips
+    common = wrong_repairs(block, x, m)
+    return {letter: own | common for letter, own in slips.items()}
+
+
+def wrong_repairs(block: Any, x: Any, m: float) -> Any:
+    """What a wrong repair of any of the three gives."""
+    a = block.self_attn
+    f = block.mlp
+    n1 = block.input_layernorm
+    n3 = block.post_attention_layernorm
+    h = x + m * a(n1(x))
+    k = x + a(n1(x))
+    w = x + m * a(n3(x))
+    return {
+        "the MLP reads input_layernorm(x); its own norm is post_attention_layernorm": (
+            h + m * f(n1(h))
+        ),
+        "attention reads post_attention_layernorm(x); its own norm is input_layernorm": (
+            w + m * f(n3(w))
+        ),
+        "the norms are exchanged: post_attention_layernorm is the MLP's": w + m * f(n1(w)),
+        "the multiplier is gone from attention's output": k + m * f(n3(k)),
+        "the multiplier is gone from the MLP's output": h + f(n3(h)),
+        "the multiplier is gone: this is right for m = 1 only": k + f(n3(k)),
+    }
 
 
 def check_shows(answers: Any, broken: Any) -> None:
@@ -731,6 +792,7 @@ def shares_and_slips(kept: Any, norm: Any, head: Any) -> Any:
             logits([torch.ones(1)] * count, 1.0),
         ),
         ("r is missing: divide by it", logits([torch.ones(1)] * count)),
+        ("r is that of the last part; take that of the sum", logits([gain(kept[-1])] * count)),
         (
             "r is one number for the whole batch; it is one for each token",
             logits([everywhere] * count),
@@ -774,50 +836,42 @@ def check_lens(answer: Any, depth: int, multiplier: float, B: int = 2, T: int = 
 
 def lens_slips(blocks: Any, streams: Any, norm: Any, head: Any) -> Any:
     """What each slip gives."""
-    depth = len(blocks)
     slips = [("the last norm is missing", torch.stack([head(s) for s in streams]))]
-    if depth:
-        slips.append(
-            (
-                "these are the changes; a lens reads the whole stream",
-                torch.stack(
-                    [head(norm(streams[0]))]
-                    + [head(norm(after - before)) for before, after in pairwise(streams)]
-                ),
-            )
-        )
-        slips.append(
-            (
-                "each block read the first stream: pass on what the block before returned",
-                torch.stack(
-                    [head(norm(streams[0]))]
-                    + [head(norm(block(streams[0])[0])) for block in blocks]
-                ),
-            )
-        )
-        size = (streams[-1].square().mean(-1, keepdim=True) + norm.eps).sqrt()
-        for z in (streams[0], norm(streams[0])):  # what the first block reads
-            normed = [norm(streams[0])]
-            for block in blocks:
-                z = norm(block(z)[0])
-                normed.append(z)
-            read_on = "the norm is for the reading only; the next block reads the stream itself"
-            slips.append((read_on, torch.stack([head(s) for s in normed])))
-        slips.append(
-            (
-                (
-                    "every reading is divided by the size of the last stream; the lens divides by"
-                    " that of its own"
-                ),
-                torch.stack([head(norm.weight * s / size) for s in streams]),
-            )
-        )
-        slips.append(
-            (
-                "every reading is that of the last stream",
-                torch.stack([head(norm(streams[-1]))] * (depth + 1)),
-            )
-        )
+    if not blocks:
+        return slips
+    first = [head(norm(streams[0]))]
+    changes = [after - before for before, after in pairwise(streams)]
+    size = (streams[-1].square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    slips += [
+        (
+            "the last norm is missing from all readings but the first",
+            torch.stack(first + [head(s) for s in streams[1:]]),
+        ),
+        (
+            "these are the changes; a lens reads the whole stream",
+            torch.stack(first + [head(norm(change)) for change in changes]),
+        ),
+        (
+            "each block read the first stream: pass on what the block before returned",
+            torch.stack(first + [head(norm(block(streams[0])[0])) for block in blocks]),
+        ),
+        (
+            "every reading is divided by the size of the last stream; the lens divides by that of"
+            " its own",
+            torch.stack([head(norm.weight * s / size) for s in streams]),
+        ),
+        (
+            "every reading is that of the last stream",
+            torch.stack([head(norm(streams[-1]))] * len(streams)),
+        ),
+    ]
+    for z in (streams[0], norm(streams[0])):  # what the first block reads
+        normed = [norm(streams[0])]
+        for block in blocks:
+            z = norm(block(z)[0])
+            normed.append(z)
+        read_on = "the norm is for the reading only; the next block reads the stream itself"
+        slips.append((read_on, torch.stack([head(s) for s in normed])))
     return slips
 
 
@@ -854,10 +908,9 @@ def check_rms(answer: Any, depth: int, rule: str, B: int = 2, T: int = 5) -> Non
     assert len(found) == depth + 1, (
         f"stream_rms returned {len(found)} numbers, expected {depth + 1}"
     )
-    numbers = torch.tensor([expect_number(one, "a number of stream_rms") for one in found]).double()
-
+    numbers = torch.tensor([expect_plain_number(one, "a number of stream_rms") for one in found])
     expect(
-        numbers,
+        numbers.double(),
         torch.tensor([s.square().mean().sqrt().item() for s in streams]).double(),
         "stream_rms: the RMS is something else",
         rms_slips(streams),
@@ -1044,7 +1097,7 @@ def check_rise(rise: Any) -> None:
 # ------------------------------------------------------------------------------------------- task 6
 
 
-def parallel_pair(answers: Any, C: int = 8, layer_index: int = 0, **options: Any) -> Any:
+def parallel_pair(answers: Any, C: int = 8, layer_index: int = 1, **options: Any) -> Any:
     """The student's block, and a TransformerBlock with the same weights that serves as a box of
     parts.
     """
@@ -1055,6 +1108,10 @@ def parallel_pair(answers: Any, C: int = 8, layer_index: int = 0, **options: Any
     )
     ours, parts = (
         kind(config_of(C, **options), layer_index).eval() for kind in (own, TransformerBlock)
+    )
+    assert ours.self_attn.layer_index == layer_index, (
+        f"block {layer_index} writes into the cache as block {ours.self_attn.layer_index}: hand"
+        " layer_index on to super().__init__"
     )
     randomise(parts)
     names = set(ours.state_dict())
@@ -1254,6 +1311,7 @@ def check_heads(kind: Any, C: int = 64, H: int = 4) -> None:
     for name, right in (("kv_heads", H), ("width", C // H)):
         found = getattr(shape, name)
         assert found == right, f"{name} is {found}, expected {right} for C = {C} and H = {H}"
+        assert isinstance(found, int), f"{name} is {found!r}: a size is a whole number, so use //"
     copy = replace(shape, num_heads=2 * H)
     assert copy.width == C // (2 * H), (
         f"a copy with {2 * H} heads has heads of {copy.width}, the number of before: keep the None,"
@@ -1267,6 +1325,12 @@ def check_heads(kind: Any, C: int = 64, H: int = 4) -> None:
     assert (chosen.kv_heads, chosen.width) == (1, 32), (
         "num_kv_heads=1 and head_dim=32 were chosen, and a choice must survive in a copy"
     )
+    try:
+        kind(C, H)
+    except TypeError:
+        pass
+    else:
+        raise AssertionError(f"Heads({C}, {H}) is accepted: fields are given by keyword, kw_only")
     try:
         shape.num_heads = 1
     except AttributeError:  # a FrozenInstanceError is one
@@ -1282,6 +1346,8 @@ def check_refused(kind: Any, names: str, **values: Any) -> None:
     except ValueError as error:
         assert names in str(error), f"{given}: the message {str(error)!r} doesn't hold {names!r}"
         return
+    except AssertionError:
+        raise AssertionError(f"{given}: raise a ValueError, not an AssertionError") from None
     raise AssertionError(f"{given} is accepted; expected a ValueError that names {names}")
 
 
@@ -1312,9 +1378,11 @@ def check_count(count: Any, **options: Any) -> None:
         "each query head has its own key and value: there are K of them": 2 * C * D * (H - K) * L,
         "a gated MLP has three matrices": -C * F_ * L,
         "the norms of the blocks are missing": -2 * C * L,
+        "each block has two norms, and one of them is missing": -C * L,
         "the last norm is missing": -C,
         "the output layer is counted, but it shares the table": table * (tables == table),
         "the output layer is missing: without tying it has a table of its own": table - tables,
+        "q_proj and o_proj have C x (H * D) numbers each, not C x C": 2 * C * L * (C - H * D),
         "q_proj and o_proj are C x (H * D), and that is not always C x C": (
             2 * C * L * (C + (C // H) * K - D * (H + K))
         ),

@@ -22,7 +22,7 @@ from llm_course.pages.checking import case, expect, expect_number, forbid, writt
 from llm_course.pages.memory import kept_bytes
 from llm_course.text.batches import IGNORE_INDEX, shift
 
-READY_LOSSES = (cross_entropy, kernel)
+READY_LOSSES = (cross_entropy, kernel, F.cross_entropy, torch.autograd.grad)
 TINY: dict[str, Any] = dict(
     vocab_size=50, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=40
 )
@@ -56,6 +56,7 @@ def count_slips(further: int) -> dict[str, dict[int, str]]:
             -8192: "128 learned positions have a row each",
             -512: "GPT-2's attention has four biases in each block",
             -640: "GPT-2's MLP has a bias of 256 and one of 64 in each block",
+            -1152: "in GPT-2 all four matrices of attention and both of the MLP have a bias",
             -320: "a LayerNorm has a weight and a bias",
             -128: "there is a last norm after the blocks, with a weight and a bias",
             2 * 64 * 256: "GPT-2's MLP has no gate, so two matrices",
@@ -164,17 +165,20 @@ def check_value(answer: Any, h: Tensor, w: Tensor, y: Tensor, chunk_size: int, n
     with forbid(*READY_LOSSES):
         loss = answer(h, w, y, chunk_size)
     assert torch.equal(y, kept), (
-        f"{name}: the labels have changed after the call: `clamp_` writes into them, `clamp`"
-        " does not"
+        f"{name}: the labels have changed after the call: `clamp_` and `y[...] = 0` write into"
+        " them, `clamp` and `where` make new ones"
     )
     each = F.cross_entropy(h @ w.T, y, reduction="none", ignore_index=IGNORE_INDEX)
     real = each.sum()
     targets = max(int((y != IGNORE_INDEX).sum()), 1)
     n = len(y)
     assert isinstance(loss, Tensor) and loss.ndim == 0, f"{name}: the loss is not a scalar tensor"
-    assert not loss.isnan(), (
-        f"{name}: the loss is NaN or its sum has one: is something divided by the number of"
-        " targets, or is exp too large?"
+    large = (h @ w.T).max() > 88  # where exp overflows in float32
+    assert loss.isfinite(), f"{name}: the loss is {loss}: " + (
+        "exp of such a logit is infinite, so subtract each row's largest logit first, as"
+        " `logsumexp` does"
+        if large
+        else "is something divided by a number of targets that is 0?"
     )
     full = n // chunk_size * chunk_size
     last = (n - 1) // chunk_size * chunk_size
@@ -213,11 +217,11 @@ def check_gradients(
         if letter == "hidden":
             pulled = (y == IGNORE_INDEX) & (found.abs().amax(-1) > 1e-7)
             assert not pulled.any(), (
-                f"{name}: place {pulled.nonzero()[0].item()} is ignored, but has a gradient: its"
-                " slope must be zero"
+                f"{name}: place {pulled.nonzero()[0].item()} is ignored, but has a gradient: it"
+                " must be zero"
             )
         assert slope == 1 or not torch.allclose(found * slope, right, atol=1e-5), (
-            f"{name}: the gradient of {letter} lacks d_loss, the slope that arrives"
+            f"{name}: the gradient of {letter} lacks d_loss, the incoming gradient"
         )
         assert right.abs().max() < 1e-4 or not torch.allclose(found, -right, atol=1e-5), (
             f"{name}: the gradient of {letter} has the wrong sign"
@@ -237,11 +241,11 @@ class LargestTensor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0
-        self.refused: tuple[Any, ...] = (F.cross_entropy, torch.autograd.grad, Tensor.backward)
+        self.refused: tuple[Any, ...] = (Tensor.backward,)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in self.refused, (
-            f"your code calls {func.__name__}; in this task you derive the slope yourself"
+            f"your code calls {func.__name__}; in this task you derive the gradient yourself"
         )
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
@@ -308,7 +312,8 @@ def check_tied(answer: Any) -> None:
         (
             "memory",
             False,
-            "they share memory, but are two parameters: an optimizer sees two, and each gets"
+            "head and table share memory and are still two parameters: an optimizer sees two, and"
+            " each gets"
             " half of the gradient",
         ),
     ):
@@ -330,6 +335,20 @@ class Divide(nn.Module):
         return x / mean.sqrt()
 
 
+class Stretch(Divide):
+    """Divide each token by its root mean square, and multiply the one at `place` by `size`."""
+
+    def __init__(self, place: tuple[int, int], size: float) -> None:
+        super().__init__(-1)
+        self.place = place
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x[self.place] *= self.size
+        return x
+
+
 IDS = torch.tensor([[1, 4, 2, 2, 9], [0, 3, 10, 5, 6]])
 
 
@@ -348,6 +367,13 @@ def check_normalised(answer: Any) -> None:
             False,
             "the norm stands before the last layer, not after it",
         ),
+        (Stretch((1, 2), 3.0), False, "one token of ten has a root mean square of 3: look at all"),
+        (Stretch((0, 1), 1.05), False, "a token has a root mean square of 1.05, more than 1.02"),
+        (
+            Stretch((0, 1), 1.015),
+            True,
+            "all are 1 to 0.02, one is 1.015: do you take the root of the mean square?",
+        ),
     ):
         model = Ends(inner=inner)
         found = answer(model, IDS)
@@ -362,7 +388,7 @@ def check_normalised(answer: Any) -> None:
 
 
 def loss_with(offset: int, reduction: str = "mean") -> Callable[..., Tensor]:
-    """A loss whose labels lie `offset` places behind the inputs."""
+    """A loss whose labels are `offset` places ahead of the inputs."""
 
     def loss_of(model: Any, rows: Tensor) -> Tensor:
         inputs = rows[:, :-1]
@@ -381,8 +407,7 @@ def check_offset(answer: Any, broken_loss: Any) -> None:
     for offset in (1, 2, 0, -1):
         found = expect_number(answer(loss_with(offset)), "what target_offset returned")
         assert found == offset, (
-            f"target_offset returned {found:g} for a loss whose label lies {offset} places behind"
-            " the input"
+            f"target_offset returned {found:g} for a loss with the offset {offset}"
         )
     found = expect_number(answer(broken_loss), "what target_offset returned")
     assert found == 2, f"target_offset returned {found:g} for broken_loss: it shifts twice"
@@ -392,6 +417,10 @@ def reader(visible: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor]:
     """Logits (B, T, 5) from the sum of the tokens s that `visible(t, s)` lets place t see."""
 
     def logits_of(ids: Tensor) -> Tensor:
+        assert ids.min() >= 0 and ids.max() < 5, (
+            f"logits_of was called with the id {int(ids.abs().max())}, but its logits are"
+            " (B, T, 5), and ids are below V"
+        )
         T = ids.shape[1]
         mask = torch.tensor([[float(visible(t, s)) for s in range(T)] for t in range(T)])
         return torch.sin((ids.float() + 1) @ mask.T)[..., None] * torch.arange(1.0, 6.0)
@@ -415,7 +444,9 @@ def check_future(answer: Any) -> None:
         ),
     ]
     for visible, right, why in cases:
-        found = answer(reader(visible), SIX.clone())
+        ids = SIX.clone()
+        found = answer(reader(visible), ids)
+        assert torch.equal(ids, SIX), "ids has changed after the call: change a copy, ids.clone()"
         assert isinstance(found, bool), f"reads_future returned {found!r}, expected True or False"
         assert found == right, f"reads_future says {found}, but {why}"
 
@@ -501,8 +532,7 @@ def check_mended_offset(answers: Any) -> None:
         losses = {k: expect_number(mended_loss(sure_of(k), rows), "the loss") for k in range(-3, 4)}
     best = min(losses, key=lambda k: losses[k])
     assert best == 1, (
-        f"target_offset would say {best}: the label of a token is the one {best} places behind it;"
-        " it must be the next"
+        f"target_offset would say {best}; it must be 1, so that the label is the next token"
     )
 
 
@@ -767,12 +797,12 @@ def check_depth(name: str, found: Any, right: Any, given: Any, depth: int) -> No
         if not torch.equal(tokens, right[0]):
             leak = " It sees the token that it should predict" if d > depth else ""
             assert not torch.equal(found[0], tokens), (
-                f"{name}: next_tokens are those of {d} places later.{leak}"
+                f"{name}: next_tokens holds the tokens of t + {d}, expected t + {depth}.{leak}"
             )
         if not torch.equal(targets, right[1]):
             assert not torch.equal(found[1], targets), (
-                f"{name}: targets are the labels of {d} places later; labels are next tokens"
-                " already"
+                f"{name}: targets holds the labels of t + {d}, expected t + {depth}; labels are"
+                " next tokens already"
             )
 
 
@@ -800,8 +830,8 @@ def check_documents(name: str, targets: Tensor, right: Tensor, given: Any, depth
         for offset in (-1, 1):
             wrong = place_by_place(given[0], given[1], depth, given[2], document_offset=offset)[1]
             assert torch.equal(wrong, right) or not torch.equal(targets, wrong), (
-                f"{name}: the document is compared with that of {depth + offset} places later,"
-                f" expected {depth}"
+                f"{name}: the document is compared with that of t + {depth + offset}, expected"
+                f" t + {depth}"
             )
     source = F.pad(given[0][:, 1:], (0, 1), value=IGNORE_INDEX)
     raw = place_by_place(given[0], given[1], depth, given[2], source=source)[1]
@@ -883,7 +913,7 @@ def by_places(
     first = x
     if mistake == "context":
         context = {}
-    for depth, module in enumerate(model.mtp, start=1):
+    for depth, module in enumerate(model.mtp, start=0 if mistake == "depth" else 1):
         nexts = F.pad(input_ids, (0, depth))[:, depth:]
         targets = F.pad(labels, (0, depth), value=IGNORE_INDEX)[:, depth:]
         if document_ids is not None and mistake != "documents":
@@ -895,7 +925,7 @@ def by_places(
             nexts = labels.clamp(min=0)
         elif mistake == "stream":
             x = first
-        elif mistake == "normed" and depth > 1:
+        elif mistake == "normed" and module is not model.mtp[0]:
             x = model.norm(x)
         x = module(x, model.embedding(nexts), **context)
         places = targets != IGNORE_INDEX
@@ -916,6 +946,7 @@ MTP_MISTAKES = {
     "mask": "stream_of needs the document_ids too",
     "documents": "further_targets needs the document_ids too",
     "stream": "each module gets the model's stream; module 2 needs what module 1 returned",
+    "depth": "the depths begin with 0; module 1 gets the tokens of t + 1, so its depth is 1",
     "normed": "a module gets what the one before it returned, without model.norm",
 }
 
@@ -1179,10 +1210,10 @@ def check_largest(
     found = answer(memory_of, budget)
     assert isinstance(found, int), f"{name}: largest returned {found!r}, expected a whole number"
     assert found < 1 or base + each * found**power <= budget, (
-        f"{name}: {found} layers take {base + each * found**power}, which does not fit"
+        f"{name}: n = {found} takes {base + each * found**power}, which does not fit"
     )
     assert found >= right, (
-        f"{name}: {found} layers, but {right} fit too; at most the budget means that all of it may"
-        " be used"
+        f"{name}: largest returned {found}, but n = {right} fits too; at most the budget means"
+        " that all of it may be used"
     )
     assert found == right, f"{name}: {found}, expected {right}"

@@ -154,6 +154,9 @@ def _layer_slips(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Tensor]:
             (x - 3) / 5 * w + b
         ),
         "you did not subtract the mean before the division": x / 4 * w + b,
+        "LayerNorm subtracts the mean before it squares and divides; you divided x itself": (
+            x / 5 * w + b
+        ),
         "these are the numbers of the other norm": x / 5 * w,
         "the mean of the five numbers is 3: one of them is negative": (
             slipped / slipped.pow(2).mean().sqrt() * w + b
@@ -432,7 +435,7 @@ def check_half_numbers(answers: Answers) -> None:
             " square?"
         )
         assert half_draft(lost) == 0, (
-            f"lost_from: the draft makes {half_draft(lost):g} of {lost:g}s, not zeros: are the"
+            f"lost_from: the draft turns {lost:g} into {half_draft(lost):g}, not zeros: are the"
             " squares too large?"
         )
         assert half_draft(lost / 2) != 0, (
@@ -611,8 +614,7 @@ def check_moved(
             return layer(z)
 
         torch.manual_seed(B + T)
-        with torch.no_grad():
-            table = moved(spy, x, b, t)
+        table = moved(spy, x, b, t)
         assert torch.equal(x, before), "x has changed after the call: change a copy, x.clone()"
         assert any(torch.equal(z, before) for z in inputs), (
             f"{name}: the layer never got x itself; run it on x and on a changed copy of x"
