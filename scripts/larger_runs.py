@@ -1,34 +1,48 @@
 """Record the larger runs of page 22e, in ten minutes of a GPU and 16 cores.
 
-    python scripts/larger_runs.py FOLDER [--stages texts,again,law_cpu,law_auto,sizes]
+    python scripts/larger_runs.py FOLDER [--stages texts,again,law_cpu,law_auto,sizes,things]
 
 The stages can also be named: `texts` writes and tokenizes the stories, `again` repeats a run of
 configs/scaling.yaml to measure it, `law_cpu` and `law_auto` make such runs with up to 64 times
 their compute, and `sizes` trains three models on hard stories and measures them. FOLDER holds the
 runs; those that are finished aren't made again. When all are there, it writes
 llm_course/pages/larger_runs.json, or the file named by --record.
+
+The stage `things` needs none of the others, and no GPU: it trains the storyteller on, with more
+weight on the things of its stories, and writes llm_course/pages/weighed_things.json.
 """
 
 import argparse
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import yaml
 
 from llm_course.files import write_text
 from llm_course.model.config import ModelConfig
+from llm_course.model.decoder import DecoderModel
 from llm_course.model.estimate import count_parameters
-from llm_course.pages.larger import RECORD, SPLITS, Share, shares_by_kind
+from llm_course.pages.larger import (
+    RECORD,
+    SPLITS,
+    WEIGHED,
+    Share,
+    pieces_of,
+    shares_by_kind,
+)
+from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import (
     is_held_out,
     read_story,
@@ -36,11 +50,13 @@ from llm_course.text.stories import (
     story_documents,
     write_story,
 )
-from llm_course.text.tokenization import BPETokenizer, load_tokenizer
+from llm_course.text.tokenization import BaseTokenizer, BPETokenizer, load_tokenizer
 from llm_course.training.callbacks import read_metrics
+from llm_course.training.config import OptimizationConfig
 from llm_course.training.evaluation import bootstrap, compare
 from llm_course.training.evaluation_tasks import TASKS, build_task
 from llm_course.training.folder import continuation, load_run
+from llm_course.training.optim import build_optimizer, build_schedule
 from llm_course.training.scaling import FLOPS_PER_PARAMETER
 from llm_course.training.scoring import Scorer
 from llm_course.training.sweep import Point, read_sweep, run_sweep
@@ -303,6 +319,68 @@ def size_record(point: Point, row: Record) -> Record:
     }
 
 
+# ------------------------------------------------------------------------------ the things
+
+WEIGHTS = (1, 30)  # of a token that belongs to a thing, in the loss of a run
+RATE = OptimizationConfig(
+    optimizer="muon", learning_rate=5e-3, schedule="linear", warmup_steps=30, min_lr_ratio=0.0
+)
+THING_STEPS = 700
+STORIES = 8  # in a step
+LONGEST = 320  # tokens of a story
+
+
+def learn_things(weight: float) -> list[list[float]]:
+    """Train the storyteller on: every 50 steps, its distance to the entropy, in bits per byte, for
+    the things and for everything else.
+    """
+    torch.set_num_threads(1)
+    model, tokenizer = load_storyteller()
+    model.train().requires_grad_(True)
+    optimizer = build_optimizer(model, RATE)
+    schedule = build_schedule(optimizer, RATE, max_steps=THING_STEPS)
+    texts = [write_story("easy", seed=2222, index=index) for index in range(40)]
+    rows = []
+    for step in range(THING_STEPS + 1):
+        if step % 50 == 0:
+            shares = shares_by_kind(model, tokenizer, texts, "easy")
+            above = {kind: share.above for kind, share in shares.items()}
+            rows.append([step, short(above.pop("thing")), short(sum(above.values()))])
+            tell(f"weight {weight}: {rows[-1]}")
+        if step < THING_STEPS:
+            indices = range(step * STORIES, (step + 1) * STORIES)
+            stories = [write_story("easy", seed=3, index=index) for index in indices]
+            weighed_loss(model, tokenizer, stories, weight).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return rows
+
+
+def weighed_loss(
+    model: DecoderModel, tokenizer: BaseTokenizer, stories: Sequence[str], weight: float
+) -> torch.Tensor:
+    """The mean loss of some stories' beginnings, in which a token of a thing counts `weight`."""
+    ids = torch.full((len(stories), LONGEST + 1), tokenizer.eos_token_id)
+    weights = torch.zeros(len(stories), LONGEST)
+    for row, story in enumerate(stories):
+        pieces = list(islice(pieces_of(tokenizer, story, "easy"), LONGEST))
+        ids[row, 1 : len(pieces) + 1] = torch.tensor([piece.token for piece in pieces])
+        marks = [weight if piece.kind == "thing" else 1.0 for piece in pieces]
+        weights[row, : len(pieces)] = torch.tensor(marks)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids[:, :-1]).logits
+    losses = F.cross_entropy(logits.float().mT, ids[:, 1:], reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+def weigh_things() -> None:
+    with ProcessPoolExecutor(len(WEIGHTS), get_context("spawn")) as pool:
+        found = dict(zip(map(str, WEIGHTS), pool.map(learn_things, WEIGHTS), strict=True))
+    write_text(WEIGHED, json.dumps(found) + "\n")
+
+
 # ------------------------------------------------------------------------------ the record
 
 
@@ -341,6 +419,7 @@ def main() -> None:
         "texts": lambda: write_texts(folder, options.workers),
         **{name: partial(train_law, folder, name, options.workers) for name in LAW},
         "sizes": lambda: train_sizes(folder, options.questions),
+        "things": weigh_things,
     }
     for stage in options.stages.split(","):
         stages[stage]()

@@ -1124,7 +1124,8 @@ def check_reach(answers: Answers) -> None:
                 f" {far / own:.3f}"
                 " of the own key's, not 0.5. Which d makes exp(-slope * d) one half?"
             )
-        far_heads = expect_number(*written(answers, "far_heads"), "far_heads")
+        [answer] = written(answers, "far_heads")
+        far_heads = expect_number(answer, "far_heads")
         weights_at_100 = torch.tensor([-100 / 2**i for i in range(1, 9)]).exp()
         assert far_heads == int((weights_at_100 >= 0.5).sum()), (
             f"far_heads = {far_heads:g}: take half_distance of each of the eight slopes, and count"

@@ -1106,8 +1106,9 @@ def parallel_pair(answers: Any, C: int = 8, layer_index: int = 1, **options: Any
     assert isinstance(own, type) and issubclass(own, nn.Module), (
         "ParallelBlock is not a class of modules"
     )
+    block: Any = own
     ours, parts = (
-        kind(config_of(C, **options), layer_index).eval() for kind in (own, TransformerBlock)
+        kind(config_of(C, **options), layer_index).eval() for kind in (block, TransformerBlock)
     )
     assert ours.self_attn.layer_index == layer_index, (
         f"block {layer_index} writes into the cache as block {ours.self_attn.layer_index}: hand"

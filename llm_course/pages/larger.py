@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from llm_course.text.wording import THINGS
 from llm_course.training.scaling import Law
 
 RECORD = Path(__file__).with_name("larger_runs.json")
+WEIGHED = Path(__file__).with_name("weighed_things.json")
 SPLITS = ("train", "val")
 
 # ------------------------------------------------------------------------------ for the runs
@@ -81,6 +82,29 @@ class Share(NamedTuple):
     tokens: int
 
 
+class Piece(NamedTuple):
+    """A token of a story."""
+
+    token: int
+    kind: str  # of its first letter
+    bits: float  # the information in it
+    end: int  # where it ends, in bytes
+
+
+def pieces_of(tokenizer: BaseTokenizer, text: str, level: str) -> Iterator[Piece]:
+    """Each token of a story, from its beginning."""
+    reading = read_story(text, level)
+    kinds = reading.kinds()
+    bits = reading.bits_by_character()
+    start = 0
+    for token in tokenizer.encode(text, allow_special=False):
+        piece = tokenizer.decode([token])
+        first = start + len(piece) - len(piece.lstrip())
+        end = start + len(piece)
+        yield Piece(token, kinds[min(first, end - 1)], math.fsum(bits[start:end]), end)
+        start = end
+
+
 @torch.no_grad()
 def nats_of_tokens(model: DecoderModel, tokenizer: BaseTokenizer, text: str) -> list[float]:
     """What the model pays for each token of a text, as far as its context goes."""
@@ -109,23 +133,16 @@ def shares_by_kind(
     tokens: defaultdict[str, int] = defaultdict(int)
     num_bytes = 0
     for text in texts:
-        reading = read_story(text, level)
-        kinds = reading.kinds()
-        bits = reading.bits_by_character()
-        ids = tokenizer.encode(text, allow_special=False)[: model.config.max_position_embeddings]
-        start = 0
-        for token, nat in zip(ids, nats_of_tokens(model, tokenizer, text), strict=True):
-            piece = tokenizer.decode([token])
-            first = start + len(piece) - len(piece.lstrip())
-            end = start + len(piece)
-            if end > most:
+        read = 0
+        nats = nats_of_tokens(model, tokenizer, text)
+        for piece, nat in zip(pieces_of(tokenizer, text, level), nats, strict=False):
+            if piece.end > most:
                 break
-            kind = kinds[min(first, end - 1)]
-            floor[kind] += math.fsum(bits[start:end])
-            paid[kind] += nat / math.log(2)
-            tokens[kind] += 1
-            start = end
-        num_bytes += start
+            floor[piece.kind] += piece.bits
+            paid[piece.kind] += nat / math.log(2)
+            tokens[piece.kind] += 1
+            read = piece.end
+        num_bytes += read
     return {
         kind: Share(floor[kind] / num_bytes, (paid[kind] - floor[kind]) / num_bytes, tokens[kind])
         for kind in sorted(paid)
@@ -201,6 +218,28 @@ def plot_shares(by_model: Mapping[str, Mapping[str, Share]]) -> None:
 
 def _above(by_model: Mapping[str, Mapping[str, Share]], kind: str) -> float:
     return sum(shares[kind].above for shares in by_model.values())
+
+
+@cache
+def weighed() -> dict[str, list[list[float]]]:
+    """By the weight of a thing in the loss: steps, and bits per byte above the entropy for the
+    things and for the rest. scripts/larger_runs.py has recorded them in its stage `things`.
+    """
+    return json.loads(WEIGHED.read_text(encoding="utf-8"))
+
+
+def plot_weighed() -> None:
+    """The storyteller's distance to the entropy while it's trained on, with two weights."""
+    _, both = plt.subplots(1, 2, figsize=(7.5, 2.8), sharey=True, layout="constrained")
+    for weight, rows in weighed().items():
+        steps, *parts = zip(*rows, strict=True)
+        for axes, part in zip(both, parts, strict=True):
+            axes.plot(steps, part, label=f"things count {weight}")
+    for axes, title in zip(both, ("things", "everything else"), strict=True):
+        axes.set(title=title, xlabel="step", ylim=(0, None))
+    both[0].set_ylabel("bits per byte above the entropy")
+    both[1].legend(fontsize=8)
+    plt.show()
 
 
 def best_of_budgets(*groups: Runs) -> dict[float, float]:
