@@ -394,8 +394,9 @@ def train_deep(depth: int, warmup: int, lr: float, *, steps: int = 60) -> Tensor
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     curve = []
     for step in range(steps):
-        rise = min(1, (step + 1) / max(warmup, 1))
-        optimizer.param_groups[0]["lr"] = lr * rise * (1 - step / steps)
+        rise = (step + 1) / max(warmup, 1)
+        fall = (steps - step) / (steps - warmup)
+        optimizer.param_groups[0]["lr"] = lr * min(rise, fall)
         rows = torch.randint(512, (64,))
         h = x[:, rows]
         for weight in weights[:-1]:
