@@ -339,6 +339,9 @@ def spying_expert(e: int, matrix: Tensor, calls: Calls) -> Callable[[Tensor], Te
     """Expert number e, which keeps what it is called with."""
 
     def expert(rows: Tensor) -> Tensor:
+        assert rows.dtype == matrix.dtype, (
+            f"expert {e} gets rows of {rows.dtype}, but x is {matrix.dtype}"
+        )
         calls.append((e, rows.detach().clone()))
         return torch.tanh(rows @ matrix) + e
 
@@ -390,15 +393,13 @@ def _check_tokens_of(e: int, E: int, calls: Calls, expert_index: Tensor, x: Tens
         return
     assert sorted(got) != sorted(expected), (
         f"expert {e} got the right tokens, but in the order {got}, expected {expected}: first those"
-        " that chose it first, then those that chose it second"
+        " that have it as their first choice, then those that have it as their second"
     )
     used = set(expert_index.flatten().tolist())
     idle = [other for other in range(E) if other not in used]
-    hint = "the choices lie column by column, so number i belongs to token i % N"
+    hint = "the choices lie column by column: which token made choice number i?"
     if len(got) != len(expected) and idle:
-        hint = (
-            f"expert {idle[0]} is idle; its block is empty, and must not be left out of the counts"
-        )
+        hint = f"expert {idle[0]} is idle; it has a block like any other, but an empty one"
     elif len(got) != len(expected):
         hint = "its block has the wrong length: count the choices of each expert"
     raise AssertionError(f"expert {e} got the tokens {got}, expected {expected}: {hint}")
@@ -424,7 +425,8 @@ def _check_weighted_sum(
         "the answers never went back; sort them into the order of the tokens": (
             (w * in_blocks.view_as(own)).sum(0)
         ),
-        "the order itself does not lead back; its inverse is order.argsort()": (
+        "the order itself does not lead back: it says which choice a row belongs to, and not in"
+        " which row a choice lies": (
             (w * in_blocks[order].view_as(own)).sum(0)
         ),
         "back in order they lie column by column, all first choices in front": (
