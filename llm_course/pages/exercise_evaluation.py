@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_course.pages.checking import Answer, case, explained, forbid, is_close
+from llm_course.pages.checking import Answer, case, expect_number, explained, forbid, is_close
 from llm_course.training import contamination, evaluation, evaluation_tasks
 from llm_course.training.evaluation import calibration_error, questions_needed, reliability
 
@@ -139,32 +139,73 @@ def check_calibration(
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
     found = call(ece, list(confidences), list(correct), num_bins)
-    order = np.argsort(confidences, kind="stable")
+    found = expect_number(found, "the calibration error")
     gaps = np.subtract(confidences, correct)
+    order = np.argsort(confidences, kind="stable")
     bins = [inside for inside in np.array_split(gaps[order], num_bins) if len(inside)]
+    sizes = [len(inside) for inside in bins]
     total = len(gaps)
     right = sum(abs(inside.sum()) for inside in bins) / total
-    unsorted = sum(abs(inside.sum()) for inside in np.array_split(gaps, num_bins)) / total
     slips = {
         "these are the page's bins of equal width: yours hold equally many answers": (
             calibration_error(reliability(confidences, correct, num_bins=num_bins))
         ),
-        "the answers must be sorted by confidence before they are cut into bins": unsorted,
         "every bin counts alike: weigh each gap by the number of its answers": (
             np.mean([abs(inside.mean()) for inside in bins])
         ),
         "gaps of different signs cancel: take the absolute value in each bin": (
             abs(gaps.sum()) / total
         ),
+        "in each bin, take the distance of two means, not the mean of the answers' distances": (
+            abs(gaps).mean()
+        ),
+        **_bin_slips(np.array(confidences), np.array(correct), sizes),
     }
     for words, slip in slips.items():
         assert is_close(right, slip) or not is_close(found, slip), words
-    sizes = [len(inside) for inside in bins]
+    assert not math.isnan(found), "the result is nan: an empty bin has no mean, so it doesn't count"
     assert is_close(found, right), (
-        f"the calibration error is {found!r}, expected {right:.4f}: {total} answers by confidence,"
+        f"the calibration error is {found:.4f}, expected {right:.4f}: {total} answers by confidence,"
         f" equal ones in the order in which they came; bins of {sizes[0]} down to {sizes[-1]}"
         " answers, those with one more first; and in each the mean confidence against the accuracy"
     )
+
+
+def _bin_slips(confidences: np.ndarray, correct: np.ndarray, sizes: list[int]) -> dict[str, float]:
+    """What wrong bins would give."""
+    gaps = confidences - correct
+    total = len(gaps)
+    order = np.argsort(confidences, kind="stable")
+    ends = np.cumsum(sizes)[:-1]
+    floor, full = min(sizes), max(sizes)
+
+    def cut(values: np.ndarray, ends: Sequence[int] | np.ndarray) -> float:
+        return sum(abs(inside.sum()) for inside in np.split(values, ends)) / total
+
+    up = gaps[order]
+    starts = np.arange(1, len(sizes))
+    return {
+        "the answers must be sorted by confidence before they are cut into bins": cut(gaps, ends),
+        "each answer keeps its mark: sort the marks together with the confidences": (
+            cut(confidences[order] - correct, ends)
+        ),
+        "answers with the same confidence keep the order in which they came": (
+            cut(gaps[np.lexsort((correct, confidences))], ends)
+        ),
+        "the bins that hold one answer more are those of the lowest confidences, not of the"
+        " highest": cut(up, np.cumsum(sizes[::-1])[:-1]),
+        "the first bin is that of the lowest confidences, so sort upwards": (
+            cut(gaps[np.argsort(-confidences, kind="stable")], ends)
+        ),
+        f"bins of {full} until the answers run out aren't equally full: no bin holds two more than"
+        " another": cut(up, range(full, total, full)),
+        f"the last bin takes the rest of bins of {floor}: no bin holds two more than another": (
+            cut(up, floor * starts)
+        ),
+        "some answers are in no bin: where it doesn't come out even, the first bins hold one more": (
+            cut(up[: floor * len(sizes)], floor * starts)
+        ),
+    }
 
 
 # ------------------------------------------------------------------------------------- task 4
@@ -174,26 +215,56 @@ def check_detectable(detectable: Answer, questions: int, disagree: float, **how:
     """`detectable(questions, disagree, power=..., confidence=...)`: a difference, or inf."""
     found = call(detectable, questions, disagree, **how)
     asked = f"detectable({questions}, {disagree})"
-    if questions_needed(disagree, disagree, **how) > questions:
+    least = questions_needed(disagree, disagree, **how)
+    if least > questions:
         assert is_close(found, math.inf), (
             f"{asked} is {found!r}, expected inf: even a difference of {disagree}, at which one of"
             f" the models wins every time they differ, takes more than {questions} questions"
         )
         return
+    assert not is_close(found, math.inf), (
+        f"{asked} is inf, but {least} questions are enough to find a difference of {disagree}, the"
+        " largest that there can be"
+    )
     assert isinstance(found, float) and 0 < found <= disagree, (
         f"{asked} is {found!r}, expected a difference between 0 and {disagree}, the share of"
         " questions on which the models differ"
     )
-    # of a smaller difference the package says that it takes more questions
-    larger = min(found * (1 + 1e-6), disagree)
-    enough = questions_needed(larger, disagree, **how)
-    fewer = questions_needed(found * (1 - 1e-6), disagree, **how)
-    assert enough <= questions < fewer, (
-        f"{asked} is {found:.5f}, but by the formula of page 21a that takes about {enough}"
-        " questions. Z, z_confidence + z_power, times the standard deviation of one question's"
-        " difference is the difference times the root of the number of questions, and that"
-        " deviation contains the difference, too. The confidence has two tails, the power one"
+    if _is_smallest(found, questions, disagree, **how):
+        return
+    used = dict(power=0.8, confidence=0.95) | how
+    slips: dict[str, dict[str, float]] = {
+        "the power has one tail only": dict(power=(1 + used["power"]) / 2),
+        "the confidence has two tails": dict(confidence=2 * used["confidence"] - 1),
+        "the power is missing: with its quantile 0, a difference is found half the time": (
+            dict(power=0.5)
+        ),
+        f"`power` is {used['power']} here, and you take 0.8": dict(power=0.8),
+        f"`confidence` is {used['confidence']} here, and you take 0.95": dict(confidence=0.95),
+    }
+    for words, slip in slips.items():
+        fits = _is_smallest(found, questions, disagree, **used | slip, within=1e-4)
+        assert used | slip == used or not fits, f"{asked} is {found:.5f}: {words}"
+    assert not _is_smallest(found, questions, disagree, **used, within=0.01), (
+        f"{asked} is {found:.5f}, which is near but not right: round neither the quantiles nor the"
+        " result, and solve the equation exactly"
     )
+    needed = questions_needed(found, disagree, **how)
+    raise AssertionError(
+        f"{asked} is {found:.5f}, but by the formula of page 21a that takes about {needed}"
+        " questions. Add the quantiles of confidence and power. And the deviation of one question's"
+        " contribution depends on the difference, too: what is the mean of the squares, and what"
+        " has to be subtracted from it?"
+    )
+
+
+def _is_smallest(
+    difference: float, questions: int, disagree: float, *, within: float = 1e-6, **how: float
+) -> bool:
+    """Whether these questions suffice for this difference, but not for one that's smaller."""
+    larger = min(difference * (1 + within), disagree)
+    enough = questions_needed(larger, disagree, **how)
+    return enough <= questions < questions_needed(difference * (1 - within), disagree, **how)
 
 
 # ------------------------------------------------------------------------------------- task 5

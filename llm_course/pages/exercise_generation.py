@@ -4,6 +4,7 @@ import codecs
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -19,7 +20,7 @@ from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate, generate_tokens, until_stop, whole_characters
 from llm_course.model.sampling import keep_min_p, keep_top_k, keep_top_p, token_probabilities
 from llm_course.model.speculative import generate_speculatively
-from llm_course.pages.checking import Answer, Answers, case, forbid, written
+from llm_course.pages.checking import Answer, Answers, case, explained, forbid, written
 
 GENERATE = (generate, generate_tokens, generate_speculatively)
 STREAM = (until_stop, whole_characters)
@@ -583,7 +584,7 @@ def planted_batch(
 BATCH_SLIPS = {
     "last": (
         "the first new token of a short row comes from the logits of its padding: take those of the"
-        " row's own newest token"
+        " row's own newest token, which logits_to_keep=1 may leave out"
     ),
     "padding": (
         "the positions of the new tokens count the padding: a row goes on with the number of its"
@@ -634,7 +635,9 @@ def check_batch(
     alone_only: AbstractContextManager[None] = (
         forbid(*GENERATE) if len(rows) == 1 else nullcontext()
     )
-    with case(name), alone_only, inputs_of(model) as calls:
+    few_columns = "logits of how many columns does the model return with logits_to_keep=1?"
+    missing = explained((IndexError, RuntimeError), few_columns)
+    with missing, case(name), alone_only, inputs_of(model) as calls:
         found = generate_batch(model, rows, n, stop, pad)
     with case(name):
         assert rows == given, "your code changed the lists in `rows`"
@@ -712,7 +715,8 @@ def _explain_difference(
     if any(pad in row for row in rows):
         raise AssertionError(
             f"row {i} differs from the same prompt alone, and {pad} is a token of a prompt here:"
-            " the mask must come from the lengths of the rows, and not from `ids != pad`"
+            " take the mask, the newest token's place and the next position from the lengths of the"
+            " rows, and not from their ids"
         )
 
 
@@ -726,7 +730,9 @@ def _check_end(i: int, mine: list[int], alone: list[int], steps: int, stop: int,
     assert all(token == pad for token in after), (
         f"row {i} goes on writing after its stop token {stop}: {after[:4]}, expected only {pad}"
     )
-    assert len(mine) == steps, f"{len(mine)} steps, but after {steps} all rows have ended"
+    assert len(mine) == steps, (
+        f"{len(mine)} steps, but after {steps} every row has ended: once ended, a row stays ended"
+    )
 
 
 LEARNED: dict[str, Any] = dict(position_type="learned", max_position_embeddings=64)
@@ -735,20 +741,22 @@ LEARNED: dict[str, Any] = dict(position_type="learned", max_position_embeddings=
 def check_batches(generate_batch: Answer) -> None:
     """Task 3: the batches of the visible test."""
     three = [[7, 3, 9, 1, 4], [11, 2], [5, 6, 1]]
-    for name, rows, pad in (
-        ("one prompt", three[1:2], 0),
-        ("three prompts", three, 0),
-        ("the model writes 20, which is also the padding", three[:2], 20),
-        ("a prompt with 2, which is also the padding, the shorter prompt first", three[1::-1], 2),
+    ends_in_2 = [[3, 2], [7, 3, 9, 1, 4]]
+    for name, rows, n, stop, pad in (
+        ("one prompt", three[1:2], 6, 25, 0),
+        ("three prompts", three, 6, 25, 0),
+        ("the model writes 20, which is also the padding", three[:2], 6, 25, 20),
+        ("a short prompt ends in 2, which is also the padding", ends_in_2, 6, 25, 2),
+        ("each row stops", three, 16, 13, 0),
     ):
         model = random_model(4, **LEARNED)
-        check_batch(generate_batch, f"Task 3, {name}", model, rows, 6, 25, pad)
+        check_batch(generate_batch, f"Task 3, {name}", model, rows, n, stop, pad)
 
 
 # -------------------------------------------------------------------------------- task 4
 
 
-def places_of(text: str, stops: list[str]) -> list[tuple[int, int]]:
+def places_of(text: str, stops: list[str], *, may_overlap: bool = False) -> list[tuple[int, int]]:
     """Where the stops begin and end: of each, the one that is complete first, and no overlaps."""
     found: list[tuple[int, int]] = []
     behind = 0  # the last one
@@ -756,7 +764,7 @@ def places_of(text: str, stops: list[str]) -> list[tuple[int, int]]:
         starts = [end - len(stop) for stop in stops if text[behind:end].endswith(stop)]
         if starts:
             found.append((min(starts), end))
-            behind = end
+            behind = 0 if may_overlap else end
     return found
 
 
@@ -766,8 +774,8 @@ def text_before(text: str, stops: list[str], times: int) -> tuple[str, bool]:
     return (text[: found[times - 1][0]], True) if len(found) >= times else (text, False)
 
 
-def may_be_shown(text: str, stops: list[str]) -> str:
-    """What of a text without its last stop is certain, whatever follows."""
+def must_be_shown(text: str, stops: list[str]) -> str:
+    """A text without the end, behind its newest stop, that is the beginning of a stop."""
     behind = max((end for _, end in places_of(text, stops)), default=0)
     for start in range(behind, len(text)):
         if any(stop.startswith(text[start:]) for stop in stops):
@@ -775,11 +783,24 @@ def may_be_shown(text: str, stops: list[str]) -> str:
     return text
 
 
+def may_be_shown(text: str, stops: list[str], times: int) -> str:
+    """What of a text is certain: that beginning may belong to a stop that doesn't end the text, or
+    to one before which another is complete.
+    """
+    if len(places_of(text, stops)) + 1 < times:
+        return text
+    for start in range(len(must_be_shown(text, stops)), len(text)):
+        for stop in stops:
+            place = start, start + len(stop)
+            if stop.startswith(text[start:]) and place in places_of(text[:start] + stop, stops):
+                return text[:start]
+    return text
+
+
 def check_stream(
     stream_until: Answer, pieces: list[bytes], stops: list[str], times: int = 1
 ) -> None:
     """Task 4: the text up to stop number `times`, never too early and never too late."""
-    name = f"pieces {pieces}, stops {stops}, times {times}"
     got: list[str] = []
     shown: list[str] = []
     asked: list[bytes] = []
@@ -790,35 +811,38 @@ def check_stream(
             yield piece
             shown.append("".join(got))
 
-    yielded = stream_until(feed(), list(stops), times)
-    assert yielded is not None and not isinstance(yielded, (str, list)), (
-        f"stream_until returned {type(yielded).__name__}, expected a generator: use yield"
-    )
-    for text in yielded:
-        assert isinstance(text, str), f"{name}: you yield {type(text).__name__}, expected texts"
-        got.append(text)
-    _check_text(name, "".join(got), pieces, stops, times)
-    _check_timing(name, pieces, stops, times, shown, asked)
+    with case(f"pieces {pieces}, stops {stops}, times {times}"):
+        yielded = stream_until(feed(), list(stops), times)
+        assert yielded is not None and not isinstance(yielded, (str, list)), (
+            f"stream_until returned {type(yielded).__name__}, expected a generator: use yield"
+        )
+        for text in yielded:
+            assert isinstance(text, str), f"you yield {type(text).__name__}, expected texts"
+            got.append(text)
+        _check_text("".join(got), pieces, stops, times)
+        _check_timing(pieces, stops, times, shown, asked)
 
 
-def _check_text(name: str, found: str, pieces: list[bytes], stops: list[str], times: int) -> None:
+def _check_text(found: str, pieces: list[bytes], stops: list[str], times: int) -> None:
     """All that was shown, joined."""
     whole = b"".join(pieces).decode("utf-8", "replace")
     right, has_stop = text_before(whole, stops, times)
-    said = f"{name}: the joined text is {found!r}, expected {right!r}"
+    said = f"the joined text is {found!r}, expected {right!r}"
+    if found == right:
+        return
+    assert stops, f"{said}. Without stop strings, all of the text is shown"
     if times > 1:
-        assert found == right or found != text_before(whole, stops, 1)[0], (
-            f"{said}. That is the text before the first stop string; it takes {times} to end it"
-        )
-        places = places_of(right, stops)
-        kept = [right[a:b] for a, b in pairwise((0, *itertools.chain(*places), len(right)))][::2]
-        assert found == right or found != "".join(kept), (
-            f"{said}. A stop string that doesn't end the text is shown, like any other text"
-        )
+        _check_counting(said, found, whole, stops, times)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    before_end = "".join(map(decoder.decode, pieces))
+    assert not (has_stop and found == whole and not text_before(before_end, stops, times)[1]), (
+        f"{said}. What the decoder returns at the end is text like any other, so look for stop"
+        " strings there, too"
+    )
     assert not (has_stop and found == right + "\ufffd"), (
         f"{said}. After the stop string nothing comes, no left-over bytes either"
     )
-    assert found == right or found != right.replace("\ufffd", ""), (
+    assert found != right.replace("\ufffd", ""), (
         f"{said}. Bytes that aren't valid UTF-8 become U+FFFD, those left over at the end too"
     )
     assert found.count("\ufffd") <= right.count("\ufffd"), (
@@ -828,22 +852,71 @@ def _check_text(name: str, found: str, pieces: list[bytes], stops: list[str], ti
     assert not (len(found) < len(whole) and any(found == right + stop for stop in stops)), (
         f"{said}. The stop string itself is left out"
     )
-    assert not (has_stop and found.startswith(right) and len(found) > len(right)), (
-        f"{said}. The stop string was missed, or a later or shorter one was taken: it may begin in"
-        " one piece and end in another"
-    )
-    assert not (has_stop and right.startswith(found) and found != right), (
-        f"{said}. The stop string that is complete first counts, and of two the longer; nothing"
-        " before it is lost"
-    )
-    assert not (right.startswith(found) and found != right), (
+    if has_stop:
+        _check_choice(said, found, whole, right, stops)
+    assert not right.startswith(found), (
         f"{said}. At the end nothing may be held back any more: neither text nor bytes"
     )
-    assert found == right, said
+    raise AssertionError(said)
+
+
+def _check_choice(said: str, found: str, whole: str, right: str, stops: list[str]) -> None:
+    """Slips in finding the stop string that ends the text."""
+    starts = [place.start() for stop in stops if (place := re.search(stop, whole))]
+    assert any(re.escape(stop) == stop for stop in stops) or found != whole[: min(starts)], (
+        f"{said}. The stop strings are plain text, not patterns"
+    )
+    assert found != whole, (
+        f"{said}. The stop string was missed: it may begin in one piece and end in another"
+    )
+    [*_, (_, end)] = places_of(whole, stops)[: len(places_of(right, stops)) + 1]
+    shorter = [whole[: end - len(stop)] for stop in stops if whole[:end].endswith(stop)]
+    assert found not in shorter, (
+        f"{said}. One character completes two stop strings there, and of these the longer one"
+        " counts"
+    )
+    assert not found.startswith(right), (
+        f"{said}. A later stop string was taken: the one that is complete first counts"
+    )
+    assert not right.startswith(found), (
+        f"{said}. The stop string that is complete first counts, wherever it begins; nothing before"
+        " it is lost"
+    )
+
+
+def _check_counting(said: str, found: str, whole: str, stops: list[str], times: int) -> None:
+    """Slips in counting the stop strings."""
+    assert found != text_before(whole, stops, 1)[0], (
+        f"{said}. That is the text before the first stop string; it takes {times} to end it"
+    )
+    crossed = places_of(whole, stops, may_overlap=True)
+    assert len(crossed) < times or found != whole[: crossed[times - 1][0]], (
+        f"{said}. Stop strings never overlap: the next one is looked for behind the last"
+    )
+    places = places_of(whole, stops)
+    right, has_stop = text_before(whole, stops, times)
+    inside = itertools.chain(*places[: times - 1])
+    kept = [right[a:b] for a, b in pairwise((0, *inside, len(right)))][::2]
+    assert found != "".join(kept), (
+        f"{said}. A stop string that doesn't end the text is shown, like any other text"
+    )
+    assert has_stop or not right.startswith(found), (
+        f"{said}. There are only {len(places)} stop strings and it takes {times} to end the text,"
+        " so all of it is shown"
+    )
+    names = [whole[start:end] for start, end in places]
+    own = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    apart = whole[: places[own.index(times)][0]] if times in own else whole
+    assert not has_stop or len(set(names)) == 1 or found != apart, (
+        f"{said}. All of `stops` count together: here the first {times} are {names[:times]}"
+    )
+    assert not (has_stop and found.startswith(right)), (
+        f"{said}. The text goes on after stop string number {times}: one piece may complete several"
+        " of them, and each counts"
+    )
 
 
 def _check_timing(
-    name: str,
     pieces: list[bytes],
     stops: list[str],
     times: int,
@@ -857,18 +930,16 @@ def _check_timing(
         so_far += decoder.decode(piece)
         if text_before(so_far, stops, times)[1]:
             assert len(asked) <= i + 1, (
-                f"{name}: after piece {i} the stop string is complete, but you asked for another"
-                " piece"
+                f"after piece {i} the stop string is complete, but you asked for another piece"
             )
             break
-        certain = may_be_shown(so_far, stops)
         early = shown[i]
-        assert len(early) <= len(certain), (
-            f"{name}: after piece {i} {early!r} was shown, too early: the end of it may begin a"
-            " stop string"
+        least = must_be_shown(so_far, stops)
+        assert len(early) >= len(least), (
+            f"after piece {i} only {early!r} was shown, too late: {least!r} is certain"
         )
-        assert len(early) == len(certain), (
-            f"{name}: after piece {i} only {early!r} was shown, too late: {certain!r} is certain"
+        assert len(early) <= max(len(least), len(may_be_shown(so_far, stops, times))), (
+            f"after piece {i} {early!r} was shown, too early: the end of it may begin a stop string"
         )
 
 
@@ -889,12 +960,15 @@ def check_streams(stream_until: Answer) -> None:
         check_stream(stream_until, [b"aab", b"aa", b"baac", b"d"], ["aabaac"])
         check_stream(stream_until, [b"the end ST"], ["STOP"])
         check_stream(stream_until, [b"a\xff", b"b\xf0\x9f"], ["x"])
+        check_stream(stream_until, [b"a\xf0"], ["\ufffd"])
         check_stream(stream_until, [b"aSTbST"], ["ST"])
         check_stream(stream_until, [b"abcd"], ["bcd", "c"])
+        check_stream(stream_until, [b"ab", b"cd"], ["bcd", "c"])
         check_stream(stream_until, [b"xabc"], ["bc", "abc"])
         check_stream(stream_until, [b"axb a.b"], ["a.b"])
         check_stream(stream_until, [b"one\n\ntwo\n", b"\nthree\n\n", b"four"], ["\n\n"], 3)
         check_stream(stream_until, [b"a.b!c.d"], [".", "!"], 2)
+        check_stream(stream_until, [b"one\n\ntwo\n", b"\nthree\n"], ["\n\n"], 3)
         check_stream(stream_until, [b"aaa", b"aab"], ["aa", "ab"], 3)
         for text, stops in (
             ("aébSTa", ["ST"]),

@@ -426,9 +426,7 @@ def _check_weighted_sum(
             (w * in_blocks.view_as(own)).sum(0)
         ),
         "the order itself does not lead back: it says which choice a row belongs to, and not in"
-        " which row a choice lies": (
-            (w * in_blocks[order].view_as(own)).sum(0)
-        ),
+        " which row a choice lies": ((w * in_blocks[order].view_as(own)).sum(0)),
         "back in order they lie column by column, all first choices in front": (
             (w.transpose(0, 1) * own.reshape(N, k, -1)).sum(1)
         ),
