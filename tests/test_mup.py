@@ -35,7 +35,7 @@ def test_activations_move_equally_at_every_width_in_mup_and_more_at_larger_ones_
         narrow, wide = (moved[optimizer, task, width] for width in (64, 256))
         growth[task] = wide.stream / narrow.stream, wide.logits / narrow.logits
     assert growth["lm"][0] > 2 and growth["lm"][1] > 2
-    assert 0.9 < growth["mup"][0] < 1.1
+    assert 0.9 < growth["mup"][0] < 1.05  # without the rates' rule, 1.10 with Muon
     assert 0.5 < growth["mup"][1] < 1.1
 
 
