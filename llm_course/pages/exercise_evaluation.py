@@ -165,9 +165,10 @@ def check_calibration(
         assert is_close(right, slip) or not is_close(found, slip), words
     assert not math.isnan(found), "the result is nan: an empty bin has no mean, so it doesn't count"
     assert is_close(found, right), (
-        f"the calibration error is {found:.4f}, expected {right:.4f}: {total} answers by confidence,"
-        f" equal ones in the order in which they came; bins of {sizes[0]} down to {sizes[-1]}"
-        " answers, those with one more first; and in each the mean confidence against the accuracy"
+        f"the calibration error is {found:.4f}, expected {right:.4f}: {total} answers by"
+        f" confidence, equal ones in the order in which they came; bins of {sizes[0]} down to"
+        f" {sizes[-1]} answers, those with one more first; and in each the mean confidence against"
+        " the accuracy"
     )
 
 
@@ -177,7 +178,8 @@ def _bin_slips(confidences: np.ndarray, correct: np.ndarray, sizes: list[int]) -
     total = len(gaps)
     order = np.argsort(confidences, kind="stable")
     ends = np.cumsum(sizes)[:-1]
-    floor, full = min(sizes), max(sizes)
+    floor = min(sizes)
+    full = max(sizes)
 
     def cut(values: np.ndarray, ends: Sequence[int] | np.ndarray) -> float:
         return sum(abs(inside.sum()) for inside in np.split(values, ends)) / total
@@ -202,9 +204,8 @@ def _bin_slips(confidences: np.ndarray, correct: np.ndarray, sizes: list[int]) -
         f"the last bin takes the rest of bins of {floor}: no bin holds two more than another": (
             cut(up, floor * starts)
         ),
-        "some answers are in no bin: where it doesn't come out even, the first bins hold one more": (
-            cut(up[: floor * len(sizes)], floor * starts)
-        ),
+        "some answers are in no bin: where it doesn't come out even, the first bins hold one"
+        " more": (cut(up[: floor * len(sizes)], floor * starts)),
     }
 
 

@@ -775,7 +775,7 @@ def text_before(text: str, stops: list[str], times: int) -> tuple[str, bool]:
 
 
 def must_be_shown(text: str, stops: list[str]) -> str:
-    """A text without the end, behind its newest stop, that is the beginning of a stop."""
+    """A text without its end, if that is the beginning of a stop."""
     behind = max((end for _, end in places_of(text, stops)), default=0)
     for start in range(behind, len(text)):
         if any(stop.startswith(text[start:]) for stop in stops):
@@ -784,8 +784,8 @@ def must_be_shown(text: str, stops: list[str]) -> str:
 
 
 def may_be_shown(text: str, stops: list[str], times: int) -> str:
-    """What of a text is certain: that beginning may belong to a stop that doesn't end the text, or
-    to one before which another is complete.
+    """What of a text is certain, whatever follows: the beginning of a stop, too, if the next one
+    doesn't end the text, or if another is complete before it.
     """
     if len(places_of(text, stops)) + 1 < times:
         return text
@@ -938,7 +938,7 @@ def _check_timing(
         assert len(early) >= len(least), (
             f"after piece {i} only {early!r} was shown, too late: {least!r} is certain"
         )
-        assert len(early) <= max(len(least), len(may_be_shown(so_far, stops, times))), (
+        assert len(early) <= len(may_be_shown(so_far, stops, times)), (
             f"after piece {i} {early!r} was shown, too early: the end of it may begin a stop string"
         )
 
