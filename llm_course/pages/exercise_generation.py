@@ -635,7 +635,10 @@ def check_batch(
     alone_only: AbstractContextManager[None] = (
         forbid(*GENERATE) if len(rows) == 1 else nullcontext()
     )
-    few_columns = "logits of how many columns does the model return with logits_to_keep=1?"
+    few_columns = (
+        "how many columns do these logits have? With logits_to_keep=1 it is one in any call, and a"
+        " later call reads only one token for each row"
+    )
     missing = explained((IndexError, RuntimeError), few_columns)
     with missing, case(name), alone_only, inputs_of(model) as calls:
         found = generate_batch(model, rows, n, stop, pad)
