@@ -25,7 +25,7 @@ NAMES = (
     "growth",
     "roofline",
 )
-APART = ("litgpt",)  # by name alone: it needs another environment
+APART = ("litgpt", "gpu")  # by name alone: it needs another environment, or a GPU
 
 
 def main() -> None:

@@ -22,11 +22,12 @@ def both_ways(layer: nn.Module, *, bf16: bool) -> Callable[[], None]:
     """Forward and backward of new tokens each time, as in training: the experts' loads are never
     the same twice.
     """
-    generator = torch.Generator().manual_seed(0)
+    device = next(layer.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)
 
     def run() -> None:
-        x = torch.randn(1, N, C, generator=generator).requires_grad_()
-        with torch.autocast("cpu", dtype=BF16) if bf16 else nullcontext():
+        x = torch.randn(1, N, C, generator=generator, device=device).requires_grad_()
+        with torch.autocast(device.type, dtype=BF16) if bf16 else nullcontext():
             y = layer(x)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
         layer.zero_grad()

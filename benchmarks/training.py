@@ -43,11 +43,12 @@ def step_of(
 ) -> Callable[[], Tensor]:
     """One optimizer step of `model`."""
     model.train()
+    device = next(model.parameters()).device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
 
     def step() -> Tensor:
-        with torch.autocast("cpu", dtype=BF16) if bf16 else nullcontext():
+        with torch.autocast(device, dtype=BF16) if bf16 else nullcontext():
             loss = loss_of(run)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

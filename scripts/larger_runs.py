@@ -82,7 +82,6 @@ DEVICES = {"law_auto": "auto", "law_cpu": "cpu", "again": "cpu"}
 BUDGETS = sorted({budget for budgets in LAW.values() for budget in budgets})
 SIZES = {"small": (192, 6, 3), "medium": (320, 8, 5), "large": (512, 9, 8)}
 LEVEL = "hard"  # of the stories that the three sizes read
-STEPS = 1500  # of the three sizes
 PROMPT = "Once upon a time"
 
 
@@ -106,24 +105,27 @@ class Text(NamedTuple):
     num_stories: int
 
 
-TEXTS = (Text("easy", 512, 0.05, 65_000), Text(LEVEL, 1536, 0.005, 74_000))
+TEXTS = {
+    "easy": Text("easy", 512, 0.05, 65_000),
+    LEVEL: Text(LEVEL, 1536, 0.005, 74_000),
+    "longer": Text(LEVEL, 1536, 0.005, 155_000),  # begins like the one before
+}
+CHUNK = 250  # stories that a process writes at a time
 
 
-def write_texts(folder: Path, processes: int) -> None:
-    """The tokens of both texts, each in a folder; of every text 9 MB make its tokenizer."""
+def write_texts(folder: Path, processes: int, names: Sequence[str] = tuple(TEXTS)) -> None:
+    """The tokens of the texts, each in a folder; of every text 9 MB make its tokenizer."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for text in TEXTS:
+        for name in names:
+            text = TEXTS[name]
             few = story_documents(text.level, num_bytes=9_000_000)
             train, _ = split_stories(few, val_fraction=text.val_fraction)
-            place = folder / text.level
+            place = folder / name
             BPETokenizer.train(train, vocab_size=text.vocab_size).save(place)
             starts = range(0, text.num_stories, CHUNK)
             chunks = pool.map(partial(write_chunk, text, place), starts)
             for split, ids in zip(SPLITS, zip(*chunks, strict=True), strict=True):
                 np.save(place / f"{split}.npy", np.concatenate(ids))
-
-
-CHUNK = 250  # stories that a process writes at a time
 
 
 def write_chunk(text: Text, place: Path, start: int) -> tuple[np.ndarray, np.ndarray]:
@@ -220,27 +222,45 @@ def tell(line: str) -> None:
 # ------------------------------------------------------------------------------ three sizes
 
 
-def size_points(folder: Path) -> list[Point]:
+class Sizes(NamedTuple):
+    """Runs of some of `SIZES` on hard stories, the same but for their size."""
+
+    names: Sequence[str]
+    text: str  # of TEXTS
+    steps: int
+    evaluations: int
+    task: str = "PreparedTask"  # of llm_course.pages.larger
+
+
+SIZE_RUNS = {
+    "sizes": Sizes(tuple(SIZES), LEVEL, 1500, 10),
+    "longer": Sizes(("small", "large"), "longer", 4500, 15),
+    "pushed": Sizes(tuple(SIZES), LEVEL, 1500, 10, "WeighedTask"),
+}
+
+
+def size_points(folder: Path, stage: str) -> list[Point]:
+    names, text, steps, evaluations, task = SIZE_RUNS[stage]
     base: Record = {
-        "task": "llm_course.pages.larger:PreparedTask",
+        "task": f"llm_course.pages.larger:{task}",
         "model": {"qk_norm": True, "tie_word_embeddings": True, "max_position_embeddings": 2048},
         "data": {
             "corpus": "stories",
             "stories": {"level": LEVEL},
-            "tokenizer": str(folder / LEVEL),
+            "tokenizer": str(folder / text),
             "sequence_length": 2048,
         },
         "training": {
             "batch_size": 16,
-            "max_steps": STEPS,
-            "eval_interval": max(1, STEPS // 10),
+            "max_steps": steps,
+            "eval_interval": max(1, steps // evaluations),
             "precision": "bf16",
             "compile": True,
         },
         "optimization": {
             "optimizer": "muon",
             "schedule": "linear",
-            "warmup_steps": STEPS // 20,
+            "warmup_steps": steps // 20,
             "min_lr_ratio": 0.0,
         },
         "checkpoint": {"save_interval": 1_000_000, "keep_last": 1},
@@ -248,13 +268,13 @@ def size_points(folder: Path) -> list[Point]:
     }
     points = [
         {
-            "model": model_settings(shape),
-            "optimization": {"learning_rate": float(f"{0.01 * (256 / shape[0]) ** 0.5:.3g}")},
-            "logging": {"log_interval": max(1, STEPS // 40)},
+            "model": model_settings(SIZES[name]),
+            "optimization": {"learning_rate": float(f"{0.01 * (256 / SIZES[name][0]) ** 0.5:.3g}")},
+            "logging": {"log_interval": max(1, steps // 40)},
         }
-        for shape in reversed(SIZES.values())
+        for name in reversed(names)
     ]
-    return sweep_of(base, points, folder / "sizes")
+    return sweep_of(base, points, folder / stage)
 
 
 def measure(run_dir: str, questions: int) -> Record:
@@ -287,31 +307,34 @@ def rounded(interval: Any) -> list[float | None]:
     return [None if math.isnan(one) else short(one) for one in interval]
 
 
-def train_sizes(folder: Path, questions: int) -> None:
-    points = size_points(folder)
-    run_sweep(points, folder / "sizes", workers=len(points), tell=tell)
+def train_sizes(folder: Path, stage: str, questions: int) -> None:
+    points = size_points(folder, stage)
+    run_sweep(points, folder / stage, workers=len(points), tell=tell)
     for point in points:
         shutil.copy(folder / LEVEL / "tokenizer.json", point.config.run_dir)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(len(points), spawn) as pool:
         runs = [point.config.run_dir for point in points]
-        for point, found in zip(points, pool.map(measure, runs, [questions] * 3), strict=True):
+        for point, found in zip(
+            points, pool.map(measure, runs, [questions] * len(runs)), strict=True
+        ):
             write_text(Path(point.config.run_dir, "measured.json"), json.dumps(found))
 
 
 def size_record(point: Point, row: Record) -> Record:
     config = point.config
     rows = read_metrics(Path(config.run_dir, "metrics.jsonl"))
+    tokens = config.training.batch_size * config.data.sequence_length  # in a step
     measured = Path(config.run_dir, "measured.json")
     return {
         "width": config.model.hidden_size,
         "N": count_parameters(replace(config.model, vocab_size=1536)).total,
-        "D": row["targets"],
+        "D": config.training.max_steps * tokens,
         "loss": short(row["val_loss"]),
         "excess": short(row["val_excess"]),
-        "curve": [[one["targets"], short(one["loss"])] for one in rows if "loss" in one],
+        "curve": [[one["step"] * tokens, short(one["loss"])] for one in rows if "loss" in one],
         "held_out": [
-            [one["targets"], short(one["val_loss"]), short(one["val_excess"])]
+            [one["step"] * tokens, short(one["val_loss"]), short(one["val_excess"])]
             for one in rows
             if "val_loss" in one
         ],
@@ -402,7 +425,12 @@ def record(folder: Path) -> Record:
             for one in finished(law_points(folder, stage), folder / stage)
         ],
         "again": repeated(folder),
-        "sizes": [size_record(*one) for one in finished(size_points(folder), folder / "sizes")],
+        **{
+            stage: [
+                size_record(*one) for one in finished(size_points(folder, stage), folder / stage)
+            ]
+            for stage in SIZE_RUNS
+        },
     }
 
 
@@ -418,7 +446,7 @@ def main() -> None:
     stages = {
         "texts": lambda: write_texts(folder, options.workers),
         **{name: partial(train_law, folder, name, options.workers) for name in LAW},
-        "sizes": lambda: train_sizes(folder, options.questions),
+        **{name: partial(train_sizes, folder, name, options.questions) for name in SIZE_RUNS},
         "things": weigh_things,
     }
     for stage in options.stages.split(","):

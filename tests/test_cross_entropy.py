@@ -16,6 +16,7 @@ from llm_course.model.cross_entropy import linear_cross_entropy
 from llm_course.model.kernels.cross_entropy import (
     cross_entropy_saved_bytes,
     cross_entropy_working_bytes,
+    default_chunk_size,
     fused_loss_and_gradients,
     loss_and_gradients,
 )
@@ -400,6 +401,14 @@ def test_accelerator_agrees():
     assert_close([t.cpu() for t in got], list(expected), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "vocab_size, device, expected",
+    [(32_000, "cpu", 512), (32_000, "cuda", 2097), (512, "mps", 131_072), (10**6, "cuda", 512)],
+)
+def test_a_gpu_takes_larger_chunks(vocab_size, device, expected):
+    assert default_chunk_size(vocab_size, device) == expected
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -435,7 +444,6 @@ HIDDEN, WEIGHT, LABELS = (t.detach() for t in example((2, 3), 5, 11))
         (dict(z_loss_coef=math.nan), "z_loss_coef=nan"),
         (dict(chunk_size=0), "chunk_size=0 must be a whole number of at least 1"),
         (dict(chunk_size=512.0), "chunk_size=512.0 must be a whole number"),
-        (dict(chunk_size=None), "chunk_size=None must be a whole number"),
         (dict(chunk_size=True), "chunk_size=True must be a whole number"),
         (dict(labels=None), "labels is a NoneType, expected a tensor"),
         (dict(labels=[[0, 1, 2], [3, 4, 5]]), "labels is a list, expected a tensor"),

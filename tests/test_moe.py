@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
+from llm_course.model.kernels import moe as kernel
 from llm_course.model.kernels.moe import (
+    fits_grouped_mm,
     grouped_linear,
     grouped_linear_saved_bytes,
     grouped_outer,
@@ -907,6 +909,49 @@ def test_an_accelerator_agrees_with_the_cpu():
     assert_close(there(x.to(device))[0].cpu(), moe(x)[0], atol=1e-4, rtol=1e-3)
     for ours, theirs in zip(moe.parameters(), there.parameters(), strict=True):
         assert_close(theirs.grad.cpu(), ours.grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+        ),
+    ],
+)
+def test_one_kernel_for_all_blocks_equals_the_loop(device, monkeypatch):
+    x = torch.randn(37, 16, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(6, 24, 16, device=device)
+    counts = torch.tensor([0, 5, 0, 7, 25, 0], device=device)
+    probe = torch.randn(37, 24, device=device, dtype=torch.bfloat16)
+    if device == "cpu":  # there nothing else calls it
+        monkeypatch.setattr(kernel, "fits_grouped_mm", lambda x, *sizes: True)
+    assert kernel.fits_grouped_mm(x, 24, 16)
+    found, wanted = (
+        product_and_gradients(product, x.to(dtype), weight, counts, probe.to(dtype))
+        for product, dtype in ((grouped_linear, x.dtype), (linear_by_expert, torch.float32))
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one.float(), other, atol=0.2, rtol=2e-2)
+    assert not found[2][counts == 0].any()  # zeros for an idle expert, not what lay there
+
+
+def product_and_gradients(product, x, weight, counts, probe):
+    inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = product(*inputs, counts)
+    return y, *torch.autograd.grad(y, inputs, probe)
+
+
+@pytest.mark.parametrize(
+    "x, sizes",
+    [
+        (torch.ones(3, 16, dtype=torch.bfloat16), (24, 16)),  # on a CPU
+        (torch.ones(3, 16, dtype=torch.bfloat16, device="meta"), (24, 16)),
+    ],
+)
+def test_elsewhere_each_block_is_a_product(x, sizes):
+    assert not fits_grouped_mm(x, *sizes)
 
 
 # ---------------------------------------------------------------- what the page plots

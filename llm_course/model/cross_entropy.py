@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_dtype, check_numbers, check_sizes
-from .kernels.cross_entropy import fused_loss_and_gradients
+from .kernels.cross_entropy import default_chunk_size, fused_loss_and_gradients
 from .linear import autocasts
 from ..text.batches import IGNORE_INDEX
 
@@ -111,9 +111,7 @@ def _prepared(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
     """Switch autocast off, as the types are settled; "meta" has none to switch off."""
-    if torch.amp.is_autocast_available(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 # %% ../../nbs/09a_cross_entropy.ipynb #0de7e730
 def linear_cross_entropy(
@@ -123,7 +121,7 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
     z_loss_coef: float = 0.0,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """The cross-entropy of the logits `hidden @ weight.T`, summed over the targets.
 
@@ -131,11 +129,11 @@ def linear_cross_entropy(
     there is no target. Returns a scalar in nats, in float32 at least. `softcap` bounds the logits
     by a tanh; `z_loss_coef` is the weight of each target's squared log-sum-exp.
 
-    Only the logits of `chunk_size` positions exist at a time. The gradients are computed in the
-    forward pass, if gradients are enabled, so there is no second derivative, and `torch.func`
-    doesn't work. Under autocast the products have its type, unless the inputs are float64. The
-    gradient of the *sum* must fit into the type of `weight`: in float16 the sum over many tokens
-    overflows, and scaling the loss doesn't help; use bfloat16.
+    Only the logits of `chunk_size` positions exist at a time; None takes `default_chunk_size`. The
+    gradients are computed in the forward pass, if gradients are enabled, so there is no second
+    derivative, and `torch.func` doesn't work. Under autocast the products have its type, unless the
+    inputs are float64. The gradient of the *sum* must fit into the type of `weight`: in float16 the
+    sum over many tokens overflows, and scaling the loss doesn't help; use bfloat16.
 
     Raises ValueError for shapes, types or options that don't fit, and, on a CPU or MPS when not
     compiled, for a label that is neither in 0..V-1 nor IGNORE_INDEX. Source: Hsu et al. 2024,
@@ -144,6 +142,8 @@ def linear_cross_entropy(
     """
     _check_tensors(hidden, weight, labels)
     _check_options(softcap, z_loss_coef)
+    if chunk_size is None:
+        chunk_size = default_chunk_size(weight.shape[0], hidden.device.type)
     check_sizes(chunk_size=chunk_size)
     _check_labels(labels, weight.shape[0])
     hidden, weight = _prepared(hidden, weight)

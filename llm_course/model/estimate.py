@@ -340,7 +340,8 @@ def training_memory(
     A micro-batch has `batch_size` rows of `sequence_length` tokens. `mixed_precision` is autocast
     to bfloat16, with weights, gradients and moments in float32. Set `on_bf16_cpu` for a CPU that
     multiplies bfloat16 natively, where attention over at most 512 tokens keeps its weights (chapter
-    5). `activation_checkpointing` keeps the input of each block, and all of one block.
+    5), and `chunk_size` to the loss's `default_chunk_size` on a GPU. `activation_checkpointing`
+    keeps the input of each block, and all of one block.
     Activations agree with what autograd keeps on a CPU to within 5 % (without dropout); compiled
     models keep less, and on other devices norms and SwiGLU keep more. Fragmentation in the
     allocator, the workspace of kernels and the replicas of distributed training are not counted.

@@ -212,7 +212,7 @@ class Experts(nn.Module):
     without bias does.
 
     Raises ValueError for sizes below 1, an unknown activation, `x` and `counts` of another shape or
-    type, or counts that don't sum to M.
+    type, or, on a CPU, counts that don't sum to M.
     """
 
     def __init__(

@@ -117,19 +117,25 @@ def counted(config: ModelConfig, T: int = 40, *, training: bool = False) -> floa
 def estimated_and_measured(
     config: ModelConfig, *, mixed: bool, B: int = 4, T: int = 48
 ) -> tuple[int, int]:
-    """Bytes between forward and backward: by `training_memory`, and what autograd keeps."""
+    """Bytes that B more rows add between forward and backward: by `training_memory`, and measured.
+
+    What is there for any number of rows cancels, such as autocast's copies of the weights.
+    """
     model = DecoderModel(config)
-    V = config.resolved_vocab_size
-    ids = torch.randint(V, (B, T))
-    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-        measured = kept_bytes(lambda: model(ids, labels=ids), leave_out=model.parameters())
-    memory = training_memory(config, B, T, mixed_precision=mixed, on_bf16_cpu=cpu_multiplies_bf16())
+    heads = 1 + config.num_mtp_layers
     width = 2 if mixed else 4
-    # the loss keeps two gradients, and autocast its copies of the weights but the output layer's
-    kept_by_loss = (1 + config.num_mtp_layers) * width * (B * T + V) * config.hidden_size
-    copies = memory.weights - 4 * count_parameters(config).total
-    copies -= 2 * V * config.hidden_size if mixed else 0
-    return memory.activations + kept_by_loss + copies, measured
+    estimated = []
+    measured = []
+    for rows in (B, 2 * B):
+        ids = torch.randint(config.resolved_vocab_size, (rows, T))
+        run = partial(model, ids, labels=ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            measured.append(kept_bytes(run, leave_out=model.parameters()))
+        how = dict(mixed_precision=mixed, on_bf16_cpu=cpu_multiplies_bf16())
+        # the loss keeps the gradient of its input
+        kept_by_loss = heads * width * rows * T * config.hidden_size
+        estimated.append(training_memory(config, rows, T, **how).activations + kept_by_loss)
+    return estimated[1] - estimated[0], measured[1] - measured[0]
 
 
 def kept_by_layers(

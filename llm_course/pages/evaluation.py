@@ -107,11 +107,21 @@ def show_reliability(bins: Sequence[Bin]) -> None:
     plt.show()
 
 
+def drawn(
+    first: Result, second: Result, *, num: int, seed: int
+) -> tuple[list[float], list[float], list[int]]:
+    """The marks of two models on `num` of the questions, drawn by `seed`, and their groups."""
+    chosen = np.random.default_rng(seed).permutation(len(first.scores))[:num]
+    return (
+        [first.scores[i] for i in chosen],
+        [second.scores[i] for i in chosen],
+        [first.groups[i] for i in chosen],
+    )
+
+
 def show_race(first: Result, second: Result, *, num: int, seed: int) -> None:
     """What a test of `num` questions would have said about two models; questions drawn by seed."""
-    chosen = np.random.default_rng(seed).permutation(len(first.scores))[:num]
-    groups = [first.groups[i] for i in chosen]
-    marks = [[result.scores[i] for i in chosen] for result in (first, second)]
+    *marks, groups = drawn(first, second, num=num, seed=seed)
     alone = [bootstrap(one, groups=groups, resamples=500) for one in marks]
     both = compare(*marks, groups=groups, resamples=500)
     _, axes = plt.subplots(1, 2, figsize=(9, 2.2))

@@ -257,14 +257,21 @@ def check_silent_layers(block_class: Any, rule: str) -> None:
     expect(found, right, "with silent layers the stream is not what the rule leaves of it")
 
 
+def parts(b: Any) -> Any:
+    """Attention, the MLP, and the four norms of a block, in the order in which they are met."""
+    return (
+        b.self_attn,
+        b.mlp,
+        b.input_layernorm,
+        b.attention_output_norm,
+        b.post_attention_layernorm,
+        b.mlp_output_norm,
+    )
+
+
 def rule_slips(rule: str, b: Any, x: Any) -> Any:
     """What each slip in a block's wiring gives."""
-    a = b.self_attn
-    f = b.mlp
-    n1 = b.input_layernorm
-    n2 = b.attention_output_norm
-    n3 = b.post_attention_layernorm
-    n4 = b.mlp_output_norm
+    a, f, n1, n2, n3, n4 = parts(b)
     h = b.add_to_stream(x, a(n1(x)), n2)  # the stream after attention
     slips = {
         "the MLP reads the stream from before attention; it must read the new one": b.add_to_stream(
@@ -286,10 +293,7 @@ def rule_slips(rule: str, b: Any, x: Any) -> Any:
 
 def post_slips(b: Any, x: Any) -> Any:
     """What a slip gives that only post-norm can have."""
-    a = b.self_attn
-    f = b.mlp
-    n2 = b.attention_output_norm
-    n4 = b.mlp_output_norm
+    a, f, _, n2, _, n4 = parts(b)
     h = n2(x + a(x))  # the stream after attention
     z = x + n2(a(x))
     w = n2(x) + a(x)
@@ -307,12 +311,7 @@ def post_slips(b: Any, x: Any) -> Any:
 
 def input_norm_slips(b: Any, x: Any) -> Any:
     """What a slip gives that only a rule with norms before its layers can have."""
-    a = b.self_attn
-    f = b.mlp
-    n1 = b.input_layernorm
-    n2 = b.attention_output_norm
-    n3 = b.post_attention_layernorm
-    n4 = b.mlp_output_norm
+    a, f, n1, n2, n3, n4 = parts(b)
     h = x + n2(a(n1(x)))  # the stream after attention
     z = n1(x) + n2(a(n1(x)))
     w = x + n2(a(n3(x)))
@@ -334,12 +333,7 @@ def input_norm_slips(b: Any, x: Any) -> Any:
 
 def output_norm_slips(b: Any, x: Any) -> Any:
     """What a slip gives that only a rule with output norms can have."""
-    a = b.self_attn
-    f = b.mlp
-    n1 = b.input_layernorm
-    n2 = b.attention_output_norm
-    n3 = b.post_attention_layernorm
-    n4 = b.mlp_output_norm
+    a, f, n1, n2, n3, n4 = parts(b)
     slips = {}
     bare = x + a(n1(x))
     slips["the output norms are missing, which this rule has after each sublayer"] = bare + f(
@@ -509,10 +503,7 @@ def check_mended(answers: Any, name: str, m: float, T: int = 5, **options: Any) 
 
 def mended_slips(block: Any, x: Any, m: float) -> Any:
     """What is left of each bug, and what a wrong repair gives."""
-    a = block.self_attn
-    f = block.mlp
-    n1 = block.input_layernorm
-    n3 = block.post_attention_layernorm
+    a, f, n1, _, n3, _ = parts(block)
     h = x + m * a(n1(x))
     z = n1(x) + m * a(n1(x))
     k = x + a(n1(x))
@@ -557,10 +548,7 @@ def mended_slips(block: Any, x: Any, m: float) -> Any:
 
 def wrong_repairs(block: Any, x: Any, m: float) -> Any:
     """What a wrong repair of any of the three gives."""
-    a = block.self_attn
-    f = block.mlp
-    n1 = block.input_layernorm
-    n3 = block.post_attention_layernorm
+    a, f, n1, _, n3, _ = parts(block)
     h = x + m * a(n1(x))
     k = x + a(n1(x))
     w = x + m * a(n3(x))

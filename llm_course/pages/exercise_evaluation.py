@@ -138,44 +138,61 @@ def check_calibration(
     ece: Answer, confidences: Sequence[float], correct: Sequence[bool], num_bins: int
 ) -> None:
     """`ece(confidences, correct, num_bins)`: a number."""
-    with explained(IndexError, "a confidence of 1.0 belongs to the last bin"):
-        found = call(ece, list(confidences), list(correct), num_bins)
-    bins = reliability(confidences, correct, num_bins=num_bins)
-    right = calibration_error(bins)
-    gaps = [abs(one.accuracy - one.confidence) for one in bins]
-    total = len(correct)
-    equal = math.fsum(gaps) / len(gaps)
-    signed = abs(math.fsum(one.count * (one.accuracy - one.confidence) for one in bins) / total)
-    if not is_close(right, equal):
-        assert not is_close(found, equal), (
-            "every bin counts alike: weigh each gap by the number of its answers"
-        )
-    if not is_close(right, signed):
-        assert not is_close(found, signed), (
-            "gaps of different signs cancel: take the absolute value in each bin"
-        )
+    found = call(ece, list(confidences), list(correct), num_bins)
+    order = np.argsort(confidences, kind="stable")
+    gaps = np.subtract(confidences, correct)
+    bins = [inside for inside in np.array_split(gaps[order], num_bins) if len(inside)]
+    total = len(gaps)
+    right = sum(abs(inside.sum()) for inside in bins) / total
+    unsorted = sum(abs(inside.sum()) for inside in np.array_split(gaps, num_bins)) / total
+    slips = {
+        "these are the page's bins of equal width: yours hold equally many answers": (
+            calibration_error(reliability(confidences, correct, num_bins=num_bins))
+        ),
+        "the answers must be sorted by confidence before they are cut into bins": unsorted,
+        "every bin counts alike: weigh each gap by the number of its answers": (
+            np.mean([abs(inside.mean()) for inside in bins])
+        ),
+        "gaps of different signs cancel: take the absolute value in each bin": (
+            abs(gaps.sum()) / total
+        ),
+    }
+    for words, slip in slips.items():
+        assert is_close(right, slip) or not is_close(found, slip), words
+    sizes = [len(inside) for inside in bins]
     assert is_close(found, right), (
-        f"the calibration error is {found!r}, expected {right:.4f}: bins of equal width, 1.0 in the"
-        " last one, a border in the upper one (int(0.6 * 10) is 6, but 0.6 // 0.1 is 5), and in"
-        " each the mean confidence against the accuracy"
+        f"the calibration error is {found!r}, expected {right:.4f}: {total} answers by confidence,"
+        f" equal ones in the order in which they came; bins of {sizes[0]} down to {sizes[-1]}"
+        " answers, those with one more first; and in each the mean confidence against the accuracy"
     )
 
 
 # ------------------------------------------------------------------------------------- task 4
 
 
-def check_needed(needed: Answer, difference: float, disagree: float, **how: float) -> None:
-    """`needed(difference, disagree, power=..., confidence=...)`: a whole number."""
-    found = call(needed, difference, disagree, **how)
-    right = questions_needed(difference, disagree, **how)
-    assert isinstance(found, int) and not isinstance(found, bool), (
-        f"needed returned {found!r}: questions come in whole numbers"
+def check_detectable(detectable: Answer, questions: int, disagree: float, **how: float) -> None:
+    """`detectable(questions, disagree, power=..., confidence=...)`: a difference, or inf."""
+    found = call(detectable, questions, disagree, **how)
+    asked = f"detectable({questions}, {disagree})"
+    if questions_needed(disagree, disagree, **how) > questions:
+        assert is_close(found, math.inf), (
+            f"{asked} is {found!r}, expected inf: even a difference of {disagree}, at which one of"
+            f" the models wins every time they differ, takes more than {questions} questions"
+        )
+        return
+    assert isinstance(found, float) and 0 < found <= disagree, (
+        f"{asked} is {found!r}, expected a difference between 0 and {disagree}, the share of"
+        " questions on which the models differ"
     )
-    assert found != right - 1, f"needed returned {found}: that's a question too few, round up"
-    assert found == right, (
-        f"needed({difference}, {disagree}) is {found}, expected {right}: ((z_confidence + z_power)"
-        " times the standard deviation of one question's difference, over the difference) squared."
-        " The confidence has two tails, the power one"
+    # of a smaller difference the package says that it takes more questions
+    larger = min(found * (1 + 1e-6), disagree)
+    enough = questions_needed(larger, disagree, **how)
+    fewer = questions_needed(found * (1 - 1e-6), disagree, **how)
+    assert enough <= questions < fewer, (
+        f"{asked} is {found:.5f}, but by the formula of page 21a that takes about {enough}"
+        " questions. Z, z_confidence + z_power, times the standard deviation of one question's"
+        " difference is the difference times the root of the number of questions, and that"
+        " deviation contains the difference, too. The confidence has two tails, the power one"
     )
 
 

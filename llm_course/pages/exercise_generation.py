@@ -5,7 +5,8 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -546,38 +547,31 @@ def planted_batch(
     rows: list[list[int]],
     n: int,
     pad: int,
-    side: str,
+    read: str,
     counted: str,
     later: str,
 ) -> Tensor:
     """The new tokens as some mistakes would write them, without an end."""
     width = max(len(row) for row in rows)
-    fill = [[pad] * (width - len(row)) for row in rows]
-    ids = torch.tensor(
-        [a + b if side == "left" else b + a for a, b in zip(fill, rows, strict=True)]
-    )
-    real = torch.tensor(
-        [
-            [0] * len(a) + [1] * len(b) if side == "left" else [1] * len(b) + [0] * len(a)
-            for a, b in zip(fill, rows, strict=True)
-        ]
-    )
-    places = (
-        torch.arange(width).expand(len(rows), width)
-        if counted == "padding"
-        else (real.cumsum(1) - 1).clamp(min=0)
-    )
-    mask: Tensor | None = real
+    lengths = torch.tensor([[len(row)] for row in rows])  # (B, 1)
+    feed = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    mask: Tensor | None = (torch.arange(width) < lengths).long()
+    places = torch.arange(width).expand(len(rows), width)
+    newest = lengths - 1 if read == "own" else torch.full_like(lengths, width - 1)
+    goes_on = {
+        "tokens": lengths,
+        "padding": torch.full_like(lengths, width),
+        "ahead": lengths + 1,
+        "stands": lengths - 1,
+    }[counted]
     cache = KVCache(width + n)
-    feed = ids
     new: list[Tensor] = []
-    for _ in range(n):
-        logits = model(
-            feed, position_ids=places, attention_mask=mask, cache=cache, logits_to_keep=1
-        ).logits
-        new.append(logits[:, -1].argmax(-1))
+    for step in range(n):
+        logits = model(feed, position_ids=places, attention_mask=mask, cache=cache).logits
+        new.append(logits.take_along_dim(newest[..., None], dim=1)[:, 0].argmax(-1))
         feed = new[-1][:, None]
-        places = places[:, -1:] + (0 if counted == "stands" else 1)
+        newest = torch.zeros_like(newest)
+        places = goes_on if counted == "stands" else goes_on + step
         mask = (
             None
             if later == "none" or mask is None
@@ -587,10 +581,15 @@ def planted_batch(
 
 
 BATCH_SLIPS = {
-    "right": "the padding stands on the right, so the newest token of a short row is padding",
-    "padding": (
-        "the positions count the padding: the first token of a short row is not at position 0"
+    "last": (
+        "the first new token of a short row comes from the logits of its padding: take those of the"
+        " row's own newest token"
     ),
+    "padding": (
+        "the positions of the new tokens count the padding: a row goes on with the number of its"
+        " own tokens"
+    ),
+    "ahead": "the positions of the new tokens leave one out: behind position 1 comes 2",
     "stands": "the position of the new tokens does not go on",
     "hidden": "the mask gets a 0 for each new token, so that later ones cannot see it",
     "none": "the mask is given for the prompt only, so that later tokens see the padding",
@@ -602,7 +601,7 @@ def which_slips(
 ) -> str:
     """The fewest mistakes that write the same tokens, up to the first stop of each row."""
     choices = itertools.product(
-        ("left", "right"), ("tokens", "padding", "stands"), ("seen", "hidden", "none")
+        ("own", "last"), ("tokens", "padding", "ahead", "stands"), ("seen", "hidden", "none")
     )
     for choice in sorted(choices, key=lambda names: sum(name in BATCH_SLIPS for name in names)):
         tokens = planted_batch(model, rows, n, pad, *choice).tolist()
@@ -611,7 +610,7 @@ def which_slips(
             a[:end] == b[: min(end, len(a))] for a, b, end in zip(found, tokens, ends, strict=True)
         ):
             return "; ".join(BATCH_SLIPS[name] for name in choice if name in BATCH_SLIPS)
-    return "check the side of the padding, the positions, and the mask"
+    return "check the first new token, the positions, and the mask"
 
 
 def written_alone(model: Any, row: list[int], n: int, stop: int) -> list[int]:
@@ -635,16 +634,11 @@ def check_batch(
     alone_only: AbstractContextManager[None] = (
         forbid(*GENERATE) if len(rows) == 1 else nullcontext()
     )
-    with case(name), alone_only:
-        try:
-            found = generate_batch(model, rows, n, stop, pad)
-        except ValueError as error:
-            assert "position -1" not in str(error), (
-                "the padding in front got the position -1, which no table holds: give it 0"
-            )
-            raise
+    with case(name), alone_only, inputs_of(model) as calls:
+        found = generate_batch(model, rows, n, stop, pad)
     with case(name):
         assert rows == given, "your code changed the lists in `rows`"
+        _check_first_call(calls, rows)
         right = [written_alone(model, row, n, stop) for row in rows]
         steps = max(map(len, right))
         assert isinstance(found, Tensor) and found.ndim == 2 and len(found) == len(rows), (
@@ -668,6 +662,34 @@ def check_batch(
                 )
                 raise AssertionError(f"{said}. {which_slips(found, model, rows, n, stop, pad)}")
             _check_end(i, mine, expected, steps, stop, pad)
+
+
+def _check_first_call(calls: list[Tensor], rows: list[list[int]]) -> None:
+    """All prompts together, with the padding on the right."""
+    assert calls and len(calls[0]) == len(rows), (
+        f"the first call of the model must read all {len(rows)} prompts together"
+    )
+    read = calls[0].tolist()
+    for row in rows:
+        assert any(ids[: len(row)] == row for ids in read), (
+            f"the first call reads {read}, where no row begins with the prompt {row}: the padding"
+            " stays on the right here"
+        )
+
+
+@contextmanager
+def inputs_of(model: Any) -> Iterator[list[Tensor]]:
+    """The ids of each call of `model`."""
+    calls: list[Tensor] = []
+
+    def note(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        calls.append((positional[0] if positional else named["input_ids"]).clone())
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 def _explain_difference(
@@ -714,8 +736,8 @@ def check_batches(generate_batch: Answer) -> None:
     """Task 3: the batches of the visible test."""
     three = [[7, 3, 9, 1, 4], [11, 2], [5, 6, 1]]
     for name, rows, pad in (
-        ("three prompts", three, 0),
         ("one prompt", three[1:2], 0),
+        ("three prompts", three, 0),
         ("the model writes 20, which is also the padding", three[:2], 20),
         ("a prompt with 2, which is also the padding, the shorter prompt first", three[1::-1], 2),
     ):
@@ -726,26 +748,38 @@ def check_batches(generate_batch: Answer) -> None:
 # -------------------------------------------------------------------------------- task 4
 
 
-def text_before(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text before the stop that is complete first, and whether there is one."""
+def places_of(text: str, stops: list[str]) -> list[tuple[int, int]]:
+    """Where the stops begin and end: of each, the one that is complete first, and no overlaps."""
+    found: list[tuple[int, int]] = []
+    behind = 0  # the last one
     for end in range(len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        starts = [end - len(stop) for stop in stops if text[behind:end].endswith(stop)]
         if starts:
-            return text[: min(starts)], True
-    return text, False
+            found.append((min(starts), end))
+            behind = end
+    return found
+
+
+def text_before(text: str, stops: list[str], times: int) -> tuple[str, bool]:
+    """The text before stop number `times`, and whether there is one."""
+    found = places_of(text, stops)
+    return (text[: found[times - 1][0]], True) if len(found) >= times else (text, False)
 
 
 def may_be_shown(text: str, stops: list[str]) -> str:
-    """What of a text without a stop is certain, whatever follows."""
-    for start in range(len(text)):
+    """What of a text without its last stop is certain, whatever follows."""
+    behind = max((end for _, end in places_of(text, stops)), default=0)
+    for start in range(behind, len(text)):
         if any(stop.startswith(text[start:]) for stop in stops):
             return text[:start]
     return text
 
 
-def check_stream(stream_until: Answer, pieces: list[bytes], stops: list[str]) -> None:
-    """Task 4: the text up to the stop, never too early and never too late."""
-    name = f"pieces {pieces}, stops {stops}"
+def check_stream(
+    stream_until: Answer, pieces: list[bytes], stops: list[str], times: int = 1
+) -> None:
+    """Task 4: the text up to stop number `times`, never too early and never too late."""
+    name = f"pieces {pieces}, stops {stops}, times {times}"
     got: list[str] = []
     shown: list[str] = []
     asked: list[bytes] = []
@@ -756,22 +790,31 @@ def check_stream(stream_until: Answer, pieces: list[bytes], stops: list[str]) ->
             yield piece
             shown.append("".join(got))
 
-    yielded = stream_until(feed(), list(stops))
+    yielded = stream_until(feed(), list(stops), times)
     assert yielded is not None and not isinstance(yielded, (str, list)), (
         f"stream_until returned {type(yielded).__name__}, expected a generator: use yield"
     )
     for text in yielded:
         assert isinstance(text, str), f"{name}: you yield {type(text).__name__}, expected texts"
         got.append(text)
-    _check_text(name, "".join(got), pieces, stops)
-    _check_timing(name, pieces, stops, shown, asked)
+    _check_text(name, "".join(got), pieces, stops, times)
+    _check_timing(name, pieces, stops, times, shown, asked)
 
 
-def _check_text(name: str, found: str, pieces: list[bytes], stops: list[str]) -> None:
+def _check_text(name: str, found: str, pieces: list[bytes], stops: list[str], times: int) -> None:
     """All that was shown, joined."""
     whole = b"".join(pieces).decode("utf-8", "replace")
-    right, has_stop = text_before(whole, stops)
+    right, has_stop = text_before(whole, stops, times)
     said = f"{name}: the joined text is {found!r}, expected {right!r}"
+    if times > 1:
+        assert found == right or found != text_before(whole, stops, 1)[0], (
+            f"{said}. That is the text before the first stop string; it takes {times} to end it"
+        )
+        places = places_of(right, stops)
+        kept = [right[a:b] for a, b in pairwise((0, *itertools.chain(*places), len(right)))][::2]
+        assert found == right or found != "".join(kept), (
+            f"{said}. A stop string that doesn't end the text is shown, like any other text"
+        )
     assert not (has_stop and found == right + "\ufffd"), (
         f"{said}. After the stop string nothing comes, no left-over bytes either"
     )
@@ -800,14 +843,19 @@ def _check_text(name: str, found: str, pieces: list[bytes], stops: list[str]) ->
 
 
 def _check_timing(
-    name: str, pieces: list[bytes], stops: list[str], shown: list[str], asked: list[bytes]
+    name: str,
+    pieces: list[bytes],
+    stops: list[str],
+    times: int,
+    shown: list[str],
+    asked: list[bytes],
 ) -> None:
     """What was shown after each piece, and how many pieces were asked for."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     so_far = ""
     for i, piece in enumerate(pieces):
         so_far += decoder.decode(piece)
-        if text_before(so_far, stops)[1]:
+        if text_before(so_far, stops, times)[1]:
             assert len(asked) <= i + 1, (
                 f"{name}: after piece {i} the stop string is complete, but you asked for another"
                 " piece"
@@ -845,6 +893,9 @@ def check_streams(stream_until: Answer) -> None:
         check_stream(stream_until, [b"abcd"], ["bcd", "c"])
         check_stream(stream_until, [b"xabc"], ["bc", "abc"])
         check_stream(stream_until, [b"axb a.b"], ["a.b"])
+        check_stream(stream_until, [b"one\n\ntwo\n", b"\nthree\n\n", b"four"], ["\n\n"], 3)
+        check_stream(stream_until, [b"a.b!c.d"], [".", "!"], 2)
+        check_stream(stream_until, [b"aaa", b"aab"], ["aa", "ab"], 3)
         for text, stops in (
             ("aébSTa", ["ST"]),
             ("aabcaac", ["aac", "b"]),

@@ -379,25 +379,29 @@ def check_dispatch(
 
 
 def _check_tokens_of(e: int, E: int, calls: Calls, expert_index: Tensor, x: Tensor) -> None:
-    """Expert e gets the tokens that have chosen it, in any order."""
-    expected = (expert_index == e).any(1).nonzero().flatten().tolist()
+    """Expert e gets the tokens that have chosen it, those that chose it first in front."""
+    expected = (expert_index.T == e).nonzero()[:, 1].tolist()
     rows = torch.cat([rows for number, rows in calls if number == e] or [x[:0]])
     got = []
     for row in rows:
         places = (x == row).all(1).nonzero()
         got.append(int(places[0]) if len(places) else -1)
-    if sorted(got) == expected:
+    if got == expected:
         return
+    assert sorted(got) != sorted(expected), (
+        f"expert {e} got the right tokens, but in the order {got}, expected {expected}: first those"
+        " that chose it first, then those that chose it second"
+    )
     used = set(expert_index.flatten().tolist())
     idle = [other for other in range(E) if other not in used]
-    hint = "choice number i belongs to token i // k"
+    hint = "the choices lie column by column, so number i belongs to token i % N"
     if len(got) != len(expected) and idle:
         hint = (
             f"expert {idle[0]} is idle; its block is empty, and must not be left out of the counts"
         )
     elif len(got) != len(expected):
         hint = "its block has the wrong length: count the choices of each expert"
-    raise AssertionError(f"expert {e} got the tokens {sorted(got)}, expected {expected}: {hint}")
+    raise AssertionError(f"expert {e} got the tokens {got}, expected {expected}: {hint}")
 
 
 def _every_output(x: Tensor, matrices: Tensor) -> Tensor:
@@ -410,26 +414,29 @@ def _check_weighted_sum(
 ) -> None:
     """The result, when every expert has its tokens."""
     N, k = expert_index.shape
-    order = expert_index.flatten().argsort(stable=True)
+    order = expert_index.T.flatten().argsort(stable=True)
     token = torch.arange(N)[:, None]
-    own = _every_output(x.detach(), matrices)[token, expert_index]  # (N, k, C)
+    own = _every_output(x.detach(), matrices)[token, expert_index].transpose(0, 1)  # (k, N, C)
     in_blocks = own.flatten(0, 1)[order]  # in the order of the experts
-    w = weights.detach()[..., None]
-    right = (w * own).sum(1)
+    w = weights.detach().T[..., None]
+    right = (w * own).sum(0)
     slips = {
         "the answers never went back; sort them into the order of the tokens": (
-            (w * in_blocks.view_as(own)).sum(1)
+            (w * in_blocks.view_as(own)).sum(0)
         ),
         "the order itself does not lead back; its inverse is order.argsort()": (
-            (w * in_blocks[order].view_as(own)).sum(1)
+            (w * in_blocks[order].view_as(own)).sum(0)
         ),
-        "the answers are added without their weights": own.sum(1),
-        "the answers are averaged without their weights": own.mean(1),
+        "back in order they lie column by column, all first choices in front": (
+            (w.transpose(0, 1) * own.reshape(N, k, -1)).sum(1)
+        ),
+        "the answers are added without their weights": own.sum(0),
+        "the answers are averaged without their weights": own.mean(0),
         "the weights are in sorted order, the answers are not": (
-            (w.flatten()[order].view(N, k, 1) * own).sum(1)
+            (w.flatten()[order].view(k, N, 1) * own).sum(0)
         ),
-        "the weighted answers are averaged; they are added": (w * own).mean(1),
-        "only the first choice counts": w[:, 0] * own[:, 0],
+        "the weighted answers are averaged; they are added": (w * own).mean(0),
+        "only the first choice counts": w[0] * own[0],
     }
     is_right = is_near(found, right, 1e-4)
     for slip, wrong in slips.items():

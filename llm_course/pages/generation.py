@@ -218,12 +218,17 @@ def show_bars(groups: Mapping[str, Tensor], title: str) -> None:
     plt.show()
 
 
-def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tensor:
-    """The logits (1, V) of the token that follows `text` at the start of a document."""
+def logits_along(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tensor:
+    """The logits (T, V) of each token of `text`, a document, and of the one that follows it."""
     assert tokenizer.eos_token_id is not None
     ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer.encode(text)]])
     with torch.no_grad():
-        return model(ids, logits_to_keep=1).logits[:, -1]
+        return model(ids).logits[0]
+
+
+def next_logits(model: DecoderModel, tokenizer: BPETokenizer, text: str) -> Tensor:
+    """The logits (1, V) of the token that follows `text` at the start of a document."""
+    return logits_along(model, tokenizer, text)[-1:]
 
 
 def hugging_faces_chain(

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+import torch.nn.functional as F
 from matplotlib.ticker import LogLocator
+from torch import Tensor, nn
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.pages.scaling import Beginnings, Runs, StoryData, StoryTask, as_runs
 from llm_course.text.batches import PackedDataset
 from llm_course.text.stories import read_story
 from llm_course.text.tokenization import BaseTokenizer, load_tokenizer
-from llm_course.text.wording import THINGS
+from llm_course.text.wording import COLOURS, SIZES, THINGS
 from llm_course.training.scaling import Law
+from llm_course.training.task import StepOutput
 
 RECORD = Path(__file__).with_name("larger_runs.json")
 WEIGHED = Path(__file__).with_name("weighed_things.json")
@@ -69,6 +72,44 @@ class PreparedTask(StoryTask):
             batch_size=training.batch_size,
             seed=training.seed,
         )
+
+
+class WeighedTask(PreparedTask):
+    """`PreparedTask` with a weighed mean as its loss, in which the name of a thing counts `WEIGHT`:
+    its noun, and the adjectives in front of it.
+    """
+
+    WEIGHT = 30
+    ADJECTIVES = [*COLOURS, *(size.split()[-1] for size in SIZES)]  # "a small"
+
+    def build_data(self) -> PreparedStories:
+        tokenizer = load_tokenizer(self.config.data.tokenizer)
+        words = (THINGS, self.ADJECTIVES)
+        self.is_noun, self.is_adjective = (token_mask(tokenizer, one) for one in words)
+        return super().build_data()
+
+    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        labels = batch["labels"]
+        weights = 1 + self.names_a_thing(labels).long() * (self.WEIGHT - 1)
+        logits = model(batch["input_ids"]).logits.flatten(0, 1).float()
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return StepOutput((losses * weights.flatten()).sum(), weights.sum())
+
+    def names_a_thing(self, labels: Tensor) -> Tensor:
+        """Which of the labels (B, T) belong to the name of a thing, as far as the row shows it."""
+        is_adjective = self.is_adjective.to(labels.device)[labels[:, :-1]]
+        named = self.is_noun.to(labels.device)[labels]
+        for _ in range(2):  # a size and a colour
+            named[:, :-1] |= named[:, 1:] & is_adjective
+        return named
+
+
+def token_mask(tokenizer: BaseTokenizer, words: Iterable[str]) -> Tensor:
+    """Which tokens (V,) are one of the words with a space in front; each must be a single token."""
+    [tokens] = zip(*(tokenizer.encode(f" {word}") for word in words), strict=True)
+    return torch.zeros(tokenizer.vocab_size, dtype=torch.bool).index_fill(
+        0, torch.tensor(tokens), True
+    )
 
 
 # ------------------------------------------------------------------------------ kinds of words

@@ -23,6 +23,7 @@ from llm_course.model.estimate import (
     count_parameters,
     flops_per_token,
 )
+from ..model.kernels.cross_entropy import default_chunk_size
 from ..text.batches import PackedDataset
 from ..text.cleaning import clean_corpus
 from ..text.corpus import load_corpus, split_documents
@@ -186,11 +187,13 @@ def _fullest_process(config: Config) -> TrainingMemory:
     training = config.training
     device = resolve_device(training.device)
     precision = resolve_precision(training.precision, device)
+    vocab_size = config.model.resolved_vocab_size
     memory = process_memory(
         config,
         config.distributed.world_size,
         mixed_precision=precision != "fp32",
         on_bf16_cpu=precision == "bf16" and device.type == "cpu" and computes_in_bf16(device),
+        chunk_size=default_chunk_size(vocab_size, device.type),
     )
     return max(memory, key=lambda process: process.total)
 

@@ -608,11 +608,12 @@ def held_parameters(model: ModelConfig, config: DistributedConfig, world_size: i
     return [math.ceil(count_parameters(own).total / shards)] * size
 
 # %% ../../nbs/15d_parallel.ipynb #p15bmem4
-def process_memory(config: Config, world_size: int, **numbers: bool) -> list[TrainingMemory]:
+def process_memory(config: Config, world_size: int, **numbers: Any) -> list[TrainingMemory]:
     """The `TrainingMemory` of each process in a group that shares a model.
 
-    `numbers` are `mixed_precision` and `on_bf16_cpu`, as for `training_memory`. With fsdp, the
-    weights that a process gathers are counted too, taking every block to have the mean size.
+    `numbers` are `mixed_precision`, `on_bf16_cpu` and `chunk_size`, as for `training_memory`. With
+    fsdp, the weights that a process gathers are counted too, taking every block to have the mean
+    size.
     ValueError if the model or the processes do not divide, see `check_division`.
     """
     check_division(config, world_size)
@@ -629,7 +630,7 @@ def process_memory(config: Config, world_size: int, **numbers: bool) -> list[Tra
 
 
 def _memory_of(
-    config: Config, shape: ModelConfig, rows: int, numbers: dict[str, bool]
+    config: Config, shape: ModelConfig, rows: int, numbers: dict[str, Any]
 ) -> TrainingMemory:
     """The memory of one process that trains a model of this shape on `rows` at a time."""
     recompute = config.training.activation_checkpointing
@@ -638,7 +639,7 @@ def _memory_of(
 
 # %% ../../nbs/15d_parallel.ipynb #p15dmem1
 def _stage_memory(
-    config: Config, stage: int, held: list[int], numbers: dict[str, bool]
+    config: Config, stage: int, held: list[int], numbers: dict[str, Any]
 ) -> TrainingMemory:
     """The memory of a stage, with the micro-batches that are under way in it at once."""
     stages = len(held)
@@ -666,7 +667,7 @@ def _shared_memory(
     shape: ModelConfig,
     memory: TrainingMemory,
     held: int,
-    numbers: dict[str, bool],
+    numbers: dict[str, Any],
 ) -> TrainingMemory:
     """The memory of a process that holds a share of `shape`, and gathers the rest as it computes.
 
