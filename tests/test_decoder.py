@@ -980,6 +980,16 @@ def test_bfloat16_autocast_stays_near_float32():
     assert_close(total(output), expected, atol=3e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_step_asks_nothing_at_which_older_compilers_stop(style, monkeypatch):
+    def stop(device):
+        raise AssertionError("torch 2.11 can't trace this, and compiles the rest of the step anew")
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", stop)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert total(build(style)(**shift(tokens(2, 17)))).isfinite()
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() and not torch.backends.mps.is_available(),
     reason="needs an accelerator",

@@ -340,13 +340,12 @@ def training_memory(
     A micro-batch has `batch_size` rows of `sequence_length` tokens. `mixed_precision` is autocast
     to bfloat16, with weights, gradients and moments in float32. Set `on_bf16_cpu` for a CPU that
     multiplies bfloat16 natively, where attention over at most 512 tokens keeps its weights (chapter
-    5), and `chunk_size` to the loss's `default_chunk_size` on a GPU. `activation_checkpointing`
-    keeps the input of each block, and all of one block.
-    Activations agree with what autograd keeps on a CPU to within 5 % (without dropout); compiled
-    models keep less, and on other devices norms and SwiGLU keep more. Fragmentation in the
-    allocator, the workspace of kernels and the replicas of distributed training are not counted.
-    Raises ValueError for sizes that aren't whole numbers of at least 1, and for a length beyond the
-    model's context. Source: Rajbhandari et al. 2020,
+    5), and `chunk_size` to `default_chunk_size` on a GPU. `activation_checkpointing` keeps the
+    input of each block, and all of one block. Activations agree with what autograd keeps on a CPU
+    to within 5 % (without dropout); compiled models keep less, and on other devices norms and
+    SwiGLU keep more. Fragmentation in the allocator, the workspace of kernels and the replicas of
+    distributed training are not counted. Raises ValueError for sizes that aren't whole numbers of
+    at least 1, and for a length beyond the model's context. Source: Rajbhandari et al. 2020,
     "ZeRO", section 3 (the parts); Korthikanti et al. 2022, section 4 (activations by hand).
     """
     T = check_length(config, sequence_length)

@@ -123,7 +123,7 @@ def show_race(first: Result, second: Result, *, num: int, seed: int) -> None:
     """What a test of `num` questions would have said about two models; questions drawn by seed."""
     *marks, groups = drawn(first, second, num=num, seed=seed)
     alone = [bootstrap(one, groups=groups, resamples=500) for one in marks]
-    both = compare(*marks, groups=groups, resamples=500)
+    both = compare(*marks, groups=groups)
     _, axes = plt.subplots(1, 2, figsize=(9, 2.2))
     _bars(axes[0], dict(zip(("16 bits", "rounded"), alone, strict=True)), [])
     axes[0].set_xlabel("accuracy of each")

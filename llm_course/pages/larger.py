@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 
@@ -199,9 +200,9 @@ def record() -> dict[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
-def sizes() -> dict[str, dict[str, Any]]:
-    """The three models by their size in words, from the smallest."""
-    rows = sorted(record()["sizes"], key=lambda row: row["N"])
+def sizes(stage: str = "sizes") -> dict[str, dict[str, Any]]:
+    """The models of a stage by their size in words, from the smallest."""
+    rows = sorted(record()[stage], key=lambda row: row["N"])
     return {f"{row['N'] / 1e6:.0f} million": row for row in rows}
 
 
@@ -231,15 +232,31 @@ def expected_next(
 # ------------------------------------------------------------------------------ plots
 
 
-def plot_sizes() -> None:
-    """The distance to the entropy on held-out stories over the tokens read."""
-    _, axes = plt.subplots(figsize=(6.5, 3), layout="constrained")
-    for name, row in sizes().items():
+def _plot_distances(axes: Axes, stage: str) -> None:
+    for name, row in sizes(stage).items():
         tokens, _, above = np.array(row["held_out"]).T
         axes.plot(tokens / 1e6, above, "o-", markersize=4, label=name)
     axes.axhline(0, color="black", linestyle=":")
-    axes.set(xlabel="million tokens read", ylabel="nats above the floor", ylim=(-0.01, None))
+    axes.set(xlabel="million tokens read", ylim=(-0.01, None))
     axes.legend(title="parameters", fontsize=8)
+
+
+def plot_sizes() -> None:
+    """The distance to the entropy on held-out stories over the tokens read."""
+    _, axes = plt.subplots(figsize=(6.5, 3), layout="constrained")
+    _plot_distances(axes, "sizes")
+    axes.set(ylabel="nats above the floor")
+    plt.show()
+
+
+def plot_push_and_patience() -> None:
+    """The same with more weight on things, and on more tokens, beside what a hat costs."""
+    _, both = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
+    for axes, stage in zip(both, ("pushed", "longer"), strict=True):
+        _plot_distances(axes, stage)
+        axes.axhline(record()["hat"], color="tab:red", linestyle="--")
+        axes.set(title=stage, ylim=(-0.01, 0.25), xlim=(0, 150))
+    both[0].set(ylabel="nats above the floor")
     plt.show()
 
 

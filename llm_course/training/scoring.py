@@ -237,6 +237,7 @@ class Scorer:
         roles = (start_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id)
         self.start = [role for role in roles if role is not None][:1]
         self.max_length = model.config.max_position_embeddings
+        self._last_context = ("", self.start)  # a text and its tokens
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, after the one that begins it."""
@@ -250,7 +251,9 @@ class Scorer:
         with.
         """
         ids = self.encode(context + continuation)
-        known = max(len(self.start), shared_length(self.encode(context), ids))
+        if context != self._last_context[0]:  # the choices of a question come one after another
+            self._last_context = (context, self.encode(context))
+        known = max(len(self.start), shared_length(self._last_context[1], ids))
         num_scored = len(ids) - known
         over = max(0, len(ids) - 1 - self.max_length)
         if num_scored < 1 or known < 1 or over > known - 1:
