@@ -1,8 +1,13 @@
-"""Let nbval read the notebooks as nbdev stores and runs them, and begin with what takes longest."""
+"""Let nbval read the notebooks as nbdev stores and runs them, begin with what takes longest, and
+look for garbage only in what the tests make.
+"""
 
 import configparser
+import gc
 import re
 from pathlib import Path
+
+import pytest
 
 _settings = configparser.ConfigParser()
 _settings.read(Path(__file__).with_name("settings.ini"), encoding="utf-8")
@@ -23,6 +28,19 @@ def pytest_itemcollected(item):
         cell.execution_count = 0
     if _skipped.search(cell.source):
         item.options["skip"] = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collecting makes millions of objects, none of them garbage: looking through them all, again
+    and again, would take half of its time, and copy them in each process that a test forks.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

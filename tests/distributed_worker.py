@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from warm import IS_WARM, warm_processes
 
+from llm_course.cli import main
 from llm_course.model.config import ModelConfig
 from llm_course.text.data import BaseDataModule, SyntheticDataModule
 from llm_course.training.config import Config, DistributedConfig, OptimizationConfig, TrainingConfig
@@ -290,6 +293,20 @@ def dies_in_rank_1(seconds: float) -> None:
         if runtime.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         runtime.barrier()
+
+
+def train_in_forks(words: list[str]) -> int:
+    """The command, whose processes are forked from this one."""
+    with warm_processes("fork"):
+        return main(words)
+
+
+def under_torchrun(words: list[str]) -> None:
+    """The command in two processes, as torchrun starts and, once, restarts them, but forked."""
+    meeting = dict(rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    method = "fork" if IS_WARM else "spawn"
+    config = LaunchConfig(1, 1, 2, **meeting, max_restarts=1, start_method=method)
+    elastic_launch(config, main)(words)
 
 
 def refuses_in_rank_1() -> None:

@@ -5,7 +5,6 @@ gloo, so on any machine.
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run as torchrun
 from torch.distributed.distributed_c10d import BackendConfig
-from warm import launch_warm
+from warm import Warm, launch_warm, warm_processes
 
+from llm_course.cli import main
 from llm_course.training import distributed
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
@@ -233,7 +234,7 @@ def test_a_rank_that_dies_brings_the_run_down_at_once():
 
 def test_the_error_of_a_rank_is_raised_here():
     with pytest.raises(ValueError, match="rank 1 has had enough"):
-        launch(worker.refuses_in_rank_1, 2)
+        launch_warm(worker.refuses_in_rank_1, 2)
 
 
 def test_ctrl_c_in_every_process_ends_the_launch():
@@ -277,7 +278,6 @@ WORDS = (
     " --training.device cpu --training.precision fp32 --checkpoint.save_interval 2"
     " --logging.log_interval 1 --logging.tensorboard false --logging.progress false"
 ).split()
-MAIN = "import sys; from llm_course.cli import main; sys.exit(main())"
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     "OMP_NUM_THREADS": "1",
@@ -286,34 +286,16 @@ ENVIRONMENT = os.environ | {
 
 # Cases 18 and 10: torchrun carries on
 def test_torchrun_restarts_a_dead_rank_from_the_last_checkpoint(tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
     words = ["train", *WORDS, "--task", "distributed_worker:Dying", "--training.max_steps", "8"]
-    run = [*torchrun, "--no-python", sys.executable, "-c", MAIN, *words]
-    process = subprocess.run(
-        run, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
-    assert (
-        tmp_path / "run" / "died"
-    ).exists() and "resuming the unfinished run in run at step" in process.stderr
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(
-        range(1, 9)
-    )
-    assert (
-        load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())["state"][
-            "step"
-        ]
-        == 8
-    )
+    process = Warm(worker.under_torchrun, words, cwd=tmp_path, env=ENVIRONMENT)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert (tmp_path / "run" / "died").exists()
+    assert "resuming the unfinished run in run at step" in stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    last = load_checkpoint(CheckpointManager(tmp_path / "run" / "checkpoints").latest())
+    assert last["state"]["step"] == 8
 
 
 def test_torchrun_without_restarts_ends_with_an_error_and_ends_the_others(tmp_path):
@@ -322,50 +304,27 @@ def test_torchrun_without_restarts_ends_with_an_error_and_ends_the_others(tmp_pa
         " signal.SIGKILL)\ntime.sleep(300)\n"
     )
     (tmp_path / "dying.py").write_text(dying)  # no PyTorch in it: what is asked is who watches
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    process = subprocess.run(
-        [*torchrun, "dying.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=200
-    )
-    assert process.returncode != 0
+    words = ["--standalone", "--nproc-per-node", "2", "dying.py"]
+    process = Warm(torchrun.main, words, cwd=tmp_path, env=ENVIRONMENT)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 1 and "Signal 9 (SIGKILL)" in stderr, stderr
 
 
 # Cases 19 and 21
-def test_sigterm_stops_all_ranks_at_one_step_and_a_second_run_is_refused(tmp_path):
-    words = [
-        sys.executable,
-        "-c",
-        MAIN,
-        "train",
-        *WORDS,
-        "--distributed.world_size",
-        "2",
-        "--training.max_steps",
-        "1000000",
-    ]
-    process = subprocess.Popen(
-        words,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_sigterm_stops_all_ranks_at_one_step_and_a_second_run_is_refused(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    two = "--distributed.world_size 2 --training.max_steps 1000000".split()
+    process = Warm(worker.train_in_forks, ["train", *WORDS, *two], env=ENVIRONMENT)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while (
         not (metrics.is_file() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline
     ):
         time.sleep(0.05)
-    words = [sys.executable, "-c", MAIN, "train", *WORDS]
-    second = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert second.returncode == 2 and "another process is training in run" in second.stderr
+    assert main(["train", *WORDS, "--training.max_steps", "3"]) == 2
+    assert "another process is training in run" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=200)
     assert process.returncode == 128 + signal.SIGTERM, stderr
@@ -385,7 +344,7 @@ def test_sigterm_stops_all_ranks_at_one_step_and_a_second_run_is_refused(tmp_pat
 def test_what_cannot_be_is_refused(tmp_path, parts, message):
     if torch.cuda.is_available() and "nccl" in message:
         pytest.skip("nccl can be used here")
-    with pytest.raises(ValueError, match=message):
+    with warm_processes(), pytest.raises(ValueError, match=message):
         train_worker(
             Config(
                 run_dir=str(tmp_path / "run"),

@@ -92,7 +92,7 @@ def test_shared_prefixes_change_no_score(changes):
 
 
 def test_exact_match_is_what_greedy_decoding_writes(scorer):
-    task = build_task("recall", num=30)
+    task = build_task("recall", num=12)
     both = set()
     for item in task.items:
         right = item.choices[item.answer]
@@ -266,7 +266,7 @@ def test_tasks_are_fair_and_reproducible(name, level):
 
 
 def test_the_storyteller_knows_more_than_a_guess(scorer):
-    results = {name: build_task(name, num=60).measure(scorer) for name in ("pairs", "recall")}
+    results = {name: build_task(name, num=30).measure(scorer) for name in ("pairs", "recall")}
     for result in results.values():
         assert result.metrics["accuracy"].low > result.metrics["chance"].value
     assert results["recall"].metrics["exact_match"].value > 0.4
@@ -406,7 +406,7 @@ def test_harness_gives_our_numbers(scorer):
     pytest.importorskip(
         "lm_eval", reason="lm_eval is missing: pip install 'llm_course[evaluation]'"
     )
-    task = build_task("recall", num=30)
+    task = build_task("recall", num=12)
     assert isinstance(task, MultipleChoice)
     theirs = their_marks(as_lm_eval(scorer), task)
     ours = task.measure(scorer).metrics

@@ -2,6 +2,7 @@
 bad input is told.
 """
 
+import io
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 
 from llm_course.cli import main
@@ -42,21 +44,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def command(*words: str) -> list[str]:
-    return [
-        sys.executable,
-        "-c",
-        "import sys; from llm_course.cli import main; sys.exit(main())",
-        *words,
-    ]
-
-
 def llm_course(*words: str) -> subprocess.CompletedProcess:
-    """In a process of its own, which has to import PyTorch: `here` is faster."""
+    """In a Python of its own, which has to import PyTorch: `here` and `warm` are faster."""
+    code = "import sys; from llm_course.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words]
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
-    return subprocess.run(
-        command(*words), capture_output=True, text=True, encoding="utf-8", env=env
-    )
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=env)
 
 
 @pytest.fixture
@@ -112,18 +105,14 @@ def test_train_then_refuse_then_generate(folder, here):
         "--seed",
         "1",
     )
-    one = llm_course(*words)
-    two = here(*words)
-    assert (
-        one.returncode == 0
-        and one.stdout.startswith("It was ")
-        and len(one.stdout) > len("It was \n")
-    )
-    assert one.stdout == two.stdout
+    one = warm.llm_course(*words)
+    wrote, _ = one.communicate()
+    assert one.returncode == 0 and wrote.startswith("It was ") and len(wrote) > len("It was \n")
+    assert here(*words).stdout == wrote
 
     # generate needs the run's folder only, and of it neither text nor token files
     (run / "data").rename("elsewhere")
-    assert here(*words).stdout == one.stdout
+    assert here(*words).stdout == wrote
 
 
 def test_the_saved_configuration_gives_the_same_run(folder):
@@ -141,16 +130,10 @@ def test_print_config_prints_what_can_be_read_back(folder, here):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot send SIGINT to one process")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
+def test_a_signal_saves_and_the_same_command_goes_on(folder, here, number, status):
     long = ("--training.max_steps", "2000", "--training.eval_interval", "2000")
     words = ("train", "--config", "small.yaml", "--run-dir", "run", *long)
-    process = subprocess.Popen(
-        command(*words),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    process = warm.llm_course(*words)
     deadline = time.monotonic() + 120
     while (
         not (Path("run", "metrics.jsonl").is_file() and read_metrics("run/metrics.jsonl"))
@@ -166,7 +149,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, number, status):
         and "type the same command again" in stdout
     )
 
-    resumed = llm_course(*words, "--training.max_steps", str(step + 3), "--resume")
+    resumed = here(*words, "--training.max_steps", str(step + 3), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming the unfinished run in run at step {step} of {step + 3}" in resumed.stderr
     steps = [row["step"] for row in read_metrics("run/metrics.jsonl")]
@@ -316,21 +299,14 @@ def test_a_run_is_read_back_whatever_the_environment_says(folder, here, monkeypa
     assert resumed.returncode == 2 and "model.hidden_size=32 there, 64 now" in resumed.stderr
 
 
-def test_the_sample_survives_a_terminal_without_unicode(folder):
+def test_the_sample_survives_a_terminal_without_unicode(folder, monkeypatch):
     Path("text.txt").write_text("深層学習 — naïve café. " * 300, encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    words = command(
-        "train",
-        "--config",
-        "small.yaml",
-        "--run-dir",
-        "my run",
-        "--logging.sample_prompt",
-        "it's 深",
-    )
-    process = subprocess.run(words, capture_output=True, text=True, env=env)
-    assert process.returncode == 0, process.stderr
-    assert "next: llm-course generate --run 'my run' --prompt" in process.stdout
+    said = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(said, "ascii", write_through=True))
+    words = ["train", "--config", "small.yaml", "--run-dir", "my run"]
+    assert main([*words, "--logging.sample_prompt", "it's 深"]) == 0
+    assert b"next: llm-course generate --run 'my run' --prompt" in said.getvalue()
 
 
 def test_split_of_one_long_and_one_tiny_document_holds_out_the_end_of_the_long_one():

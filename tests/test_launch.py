@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from warm import Warm
 
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.checkpointing import CheckpointManager, load_checkpoint
@@ -191,7 +192,7 @@ ray, train = types.ModuleType("ray"), types.ModuleType("ray.train")
 ray.train, train.report = train, lambda metrics: print("reported", metrics["step"])
 sys.modules |= {"ray": ray, "ray.train": train}
 dist.init_process_group("gloo")  # as TorchTrainer has done before it calls
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, LAUNCH)
 from ray_train import train_in_worker
 train_in_worker({"config": "run.yaml", "folder": os.getcwd()})
 """
@@ -206,15 +207,11 @@ def test_a_worker_of_ray_trains_in_a_group_of_its_own(tmp_path):
     (tmp_path / "run.yaml").write_text(run)
     address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", PYTHONPATH=str(ROOT))
-    process = subprocess.run(
-        [sys.executable, "-c", AS_RAYS_WORKER, LAUNCH],
-        cwd=tmp_path,
-        env=os.environ | address | ranks,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    assert "reported 3" in process.stdout
+    names = {"LAUNCH": str(LAUNCH)}
+    process = Warm(exec, AS_RAYS_WORKER, names, cwd=tmp_path, env=address | ranks)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert "reported 3" in stdout
 
 
 def free_port() -> int:

@@ -430,8 +430,17 @@ WORDS += (
 )
 
 
-def test_estimate_says_what_a_run_will_cost(capsys, text):
+def test_estimate_says_what_a_run_will_cost(capsys, text, monkeypatch):
+    measured = []
+
+    def measure(config, steps=3):  # a few of the steps that it's asked for
+        measured.append((steps, measure_step(config, steps=min(steps, 9))))
+        return measured[-1][1]
+
+    monkeypatch.setattr(run_cost, "measure_step", measure)
     assert estimate_command([*WORDS.split(), text, "--training.max_tokens", "2560"]) == 0
+    [(few, first), (many, _)] = measured
+    assert (few, many) == (3, round(4 / first.seconds)), "four seconds of steps"
     out = capsys.readouterr().out
     count = DecoderModel(
         ModelConfig(vocab_size=300, hidden_size=32, num_layers=1, num_heads=2)

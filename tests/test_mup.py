@@ -23,7 +23,7 @@ DATA = SimpleNamespace(vocab_size=256)
 @pytest.fixture(scope="module")
 def moved():
     torch.set_num_threads(1)
-    return coordinate_check((64, 512))
+    return coordinate_check((64, 256))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -32,10 +32,10 @@ def test_activations_move_equally_at_every_width_in_mup_and_more_at_larger_ones_
 ):
     growth = {}
     for task in ("lm", "mup"):
-        narrow, wide = (moved[optimizer, task, width] for width in (64, 512))
+        narrow, wide = (moved[optimizer, task, width] for width in (64, 256))
         growth[task] = wide.stream / narrow.stream, wide.logits / narrow.logits
-    assert growth["lm"][0] > 3 and growth["lm"][1] > 3
-    assert 0.9 < growth["mup"][0] < 1.1
+    assert growth["lm"][0] > 2 and growth["lm"][1] > 2
+    assert 0.9 < growth["mup"][0] < 1.05  # without the rates' rule, 1.10 with Muon
     assert 0.5 < growth["mup"][1] < 1.1
 
 

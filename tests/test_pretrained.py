@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from warm import Warm
 
 from llm_course.model import pretrained
 from llm_course.model.config import PRESETS, ModelConfig
@@ -1612,15 +1612,16 @@ def test_the_folder_gets_its_name_last_and_in_one_step(tmp_path, monkeypatch):
 
 def test_a_killed_process_leaves_no_folder(tmp_path):
     code = f"""
-import os, sys; sys.path.insert(0, {str(os.getcwd())!r})
+import os
 from llm_course.model import pretrained
 from llm_course.model.decoder import DecoderModel, ModelConfig
 pretrained._write_json = lambda *a: os._exit(9)
 model = DecoderModel(ModelConfig(vocab_size=11, hidden_size=16, num_layers=1, num_heads=2))
 pretrained.save_pretrained(model, {str(tmp_path / "x")!r})
 """
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
-    assert not (tmp_path / "x").exists()
+    process = Warm(exec, code, {})
+    process.communicate()
+    assert process.returncode == 9 and not (tmp_path / "x").exists()
     [left] = tmp_path.iterdir()  # nobody was there to delete it
     assert re.fullmatch(r"\.x\.[0-9a-f]+\.tmp", left.name)
     assert save_pretrained(tiny(), tmp_path / "x").is_dir()  # and it is in nobody's way

@@ -1,10 +1,8 @@
 """What a run can begin with, where it keeps its files, and whose callbacks it calls."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from warm import warm_processes
+import torch.distributed.run as torchrun
+from warm import Warm, warm_processes
 
 from llm_course.cli import main as cli
 from llm_course.model.config import ModelConfig
@@ -702,11 +701,10 @@ def test_torchrun_ends_with_the_error(folder, words, error):
         "    def build_data(self):\n"
         "        raise KeyError('my own bug')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["-m", "llm_course.training.train", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 1
-    summary = done.stderr.partition("Root Cause")[2]
+    command = ["--nproc-per-node", "1", "-m", "llm_course.training.train", *words]
+    process = Warm(torchrun.main, command, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    _, stderr = process.communicate()
+    assert process.returncode == 1
+    summary = stderr.partition("Root Cause")[2]
     assert error in summary
     assert "To enable traceback" not in summary

@@ -1,5 +1,6 @@
 """The site holds all pages and modules, and each of its links leads to a place on it."""
 
+import os
 import re
 from functools import cache
 from html.parser import HTMLParser
@@ -39,22 +40,27 @@ def read(path: Path) -> Page:
     return Page(path.read_text(encoding="utf-8"))
 
 
+@cache
+def find(path: str) -> Path | None:
+    """The file that a link without its name leads to; most pages have the same ones."""
+    found = Path(path, "index.html") if os.path.isdir(path) else Path(path)
+    return found if found.is_file() else None
+
+
 def dead_links(path: Path) -> list[str]:
     """The links of a page to files or names that aren't there; those to elsewhere are not tried."""
     dead = []
-    for link in read(path).links:
+    for link in set(read(path).links):
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             continue
-        target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-        target = target / "index.html" if target.is_dir() else target
+        target = path
+        if parts.path:
+            target = find(os.path.normpath(path.parent / unquote(parts.path)))
         name = unquote(parts.fragment)
-        is_named = (
-            not name or target.suffix != ".html" or target.is_file() and name in read(target).names
-        )
-        if not target.is_file() or not is_named:
+        if target is None or (name and target.suffix == ".html" and name not in read(target).names):
             dead.append(link)
-    return sorted(set(dead))
+    return sorted(dead)
 
 
 @needs_site

@@ -1,14 +1,14 @@
 """`llm-course sweep`: what a file may say, and a sweep that is killed and goes on."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import warm
 
 from llm_course.cli import main
 from llm_course.training.callbacks import read_metrics
@@ -154,7 +154,10 @@ def test_a_missing_file_is_an_error_at_the_terminal(tmp_path, capsys):
 # ------------------------------------------------------------------------------ the runs
 
 
-def test_one_worker_and_two_give_the_same_rows(tmp_path):
+def test_one_worker_and_two_give_the_same_rows(tmp_path, monkeypatch):
+    """The two are warm: those of the killed sweep start as they do for a user."""
+    server = warm.server()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
     file = write(tmp_path, GRID)
     rows = [
         run_sweep(read_sweep(file, tmp_path / name), tmp_path / name, workers=workers)
@@ -225,10 +228,8 @@ LONG = BASE.replace("12", "600") + (
 )
 
 
-def start(file: Path, folder: Path, workers: int) -> subprocess.Popen:
-    program = "import sys; from llm_course.cli import main; sys.exit(main())"
-    words = ["sweep", str(file), "--to", str(folder), "--workers", str(workers)]
-    return subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.DEVNULL)
+def start(file: Path, folder: Path, workers: int) -> warm.Warm:
+    return warm.llm_course("sweep", str(file), "--to", str(folder), "--workers", str(workers))
 
 
 def wait_until(ready, seconds: float = 120) -> None:
@@ -252,7 +253,7 @@ def test_a_killed_sweep_goes_on_and_gives_the_same_rows(tmp_path, workers):
     process = start(file, folder, workers)
     wait_until(lambda: any(step >= 60 for step in steps_logged(folder)))
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     points = read_sweep(file, folder)
     seen = len(read_results(folder))
 
@@ -289,7 +290,8 @@ def test_an_interrupted_sweep_saves_its_run_and_says_so(tmp_path):
     process = start(file, folder, workers=1)
     wait_until(lambda: any(step >= 40 for step in steps_logged(folder)))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    process.communicate(timeout=60)
+    assert process.returncode == 130
     assert len(read_results(folder)) < 2
     [checkpoint, *_] = sorted(folder.glob("*/checkpoints/step_*/manifest.json"))
     assert json.loads(checkpoint.read_text())

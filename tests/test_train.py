@@ -544,15 +544,21 @@ def test_resume_trains_the_run_that_was_named(tmp_path, monkeypatch):
     assert [read_metrics(f"{name}/metrics.jsonl")[-1]["step"] for name in ("a", "b")] == [4, 2]
 
 
-@pytest.mark.parametrize("module", ["llm_course.cli train", "llm_course.training.train"])
-def test_the_modules_are_programs_too(tmp_path, module):
+PROGRAMS = "llm_course.cli train", "llm_course.training.train"
+
+
+@pytest.mark.parametrize(
+    "trains, refuses",
+    [PROGRAMS, pytest.param(*reversed(PROGRAMS), marks=pytest.mark.nightly)],
+)
+def test_the_modules_are_programs_too(tmp_path, trains, refuses):
     """`python -m` trains, and refuses, as `llm-course train` does."""
     words = "--task regression --training.max_steps 2 --logging.progress false --run-dir run"
-    command = [sys.executable, "-m", *module.split(), *words.split()]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     options = dict(cwd=tmp_path, capture_output=True, text=True, env=environment)
-    first = subprocess.run(command, **options)
+    commands = [[sys.executable, "-m", *m.split(), *words.split()] for m in (trains, refuses)]
+    first = subprocess.run(commands[0], **options)
     assert first.returncode == 0 and "validation loss" in first.stdout, first.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
-    again = subprocess.run(command, **options)
+    again = subprocess.run(commands[1], **options)
     assert again.returncode == 2 and "error: run holds a finished run" in again.stderr

@@ -232,31 +232,41 @@ def expected_next(
 # ------------------------------------------------------------------------------ plots
 
 
-def _plot_distances(axes: Axes, stage: str) -> None:
-    for name, row in sizes(stage).items():
+def _plot_distances(axes: Axes, rows: Mapping[str, Mapping[str, Any]], **style: Any) -> None:
+    for name, row in rows.items():
         tokens, _, above = np.array(row["held_out"]).T
-        axes.plot(tokens / 1e6, above, "o-", markersize=4, label=name)
+        axes.plot(tokens / 1e6, above, "o-", **{"label": name, "markersize": 4} | style)
     axes.axhline(0, color="black", linestyle=":")
-    axes.set(xlabel="million tokens read", ylim=(-0.01, None))
-    axes.legend(title="parameters", fontsize=8)
+    axes.set(xlabel="million tokens read", ylabel="nats above the floor")
 
 
 def plot_sizes() -> None:
     """The distance to the entropy on held-out stories over the tokens read."""
     _, axes = plt.subplots(figsize=(6.5, 3), layout="constrained")
-    _plot_distances(axes, "sizes")
-    axes.set(ylabel="nats above the floor")
+    _plot_distances(axes, sizes())
+    axes.set(ylim=(-0.01, None))
+    axes.legend(title="parameters", fontsize=8)
     plt.show()
 
 
 def plot_push_and_patience() -> None:
-    """The same with more weight on things, and on more tokens, beside what a hat costs."""
-    _, both = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
-    for axes, stage in zip(both, ("pushed", "longer"), strict=True):
-        _plot_distances(axes, stage)
-        axes.axhline(record()["hat"], color="tab:red", linestyle="--")
-        axes.set(title=stage, ylim=(-0.01, 0.25), xlim=(0, 150))
-    both[0].set(ylabel="nats above the floor")
+    """The weighted loss of the pushed runs, and the held-out loss of the longer one, each beside
+    what a hat costs.
+    """
+    _, (push, patience) = plt.subplots(1, 2, figsize=(8.5, 3.2), layout="constrained")
+    for name, row in sizes("pushed").items():
+        tokens, loss = np.array(row["curve"]).T
+        push.plot(tokens / 1e6, loss, label=name)
+    push.set(title="thirty times the weight on things", xlabel="million tokens read")
+    push.set(ylabel="weighted mean of the loss", ylim=(2, 2.6))
+    ordinary = sizes()
+    _plot_distances(patience, ordinary, color="gray", linewidth=1, markersize=2, label=None)
+    patience.plot([], color="gray", linewidth=1, label="ordinary, all three sizes")
+    _plot_distances(patience, sizes("longer"))
+    patience.set(title="three times as many tokens", ylim=(-0.01, 0.25))
+    for axes, price in ((push, "hat_weighed"), (patience, "hat")):
+        axes.axhline(record()[price], color="tab:red", linestyle="--", label="things out of a hat")
+        axes.legend(fontsize=8, loc="upper right")
     plt.show()
 
 

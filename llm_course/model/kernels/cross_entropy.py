@@ -210,10 +210,10 @@ def fused_loss_and_gradients(
 
 # %% ../../../nbs/09b_cross_entropy_kernels.ipynb #162f875a
 def default_chunk_size(vocab_size: int, device_type: str) -> int:
-    """How many positions to take at a time where nobody says so.
+    """The default number of positions in a chunk.
 
-    512 on a CPU; elsewhere as many as make 2**26 logits, but no fewer than 512, since there each
-    chunk costs the time of a dozen launches.
+    512 on a CPU. On other devices as many as make 2**26 logits, but at least 512: each chunk
+    launches some thirty kernels there.
     """
     return 512 if device_type == "cpu" else max(512, 2**26 // vocab_size)
 

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 # %% ../../../nbs/07b_moe_kernels.ipynb #07bgpu01
 def fits_grouped_mm(x: Tensor, *sizes: int) -> bool:
-    """Whether PyTorch multiplies blocks of `x` in one kernel, to or from rows of these sizes.
+    """Whether `grouped_mm` is to multiply the blocks of `x`, by matrices of these sizes.
 
-    It does so in bfloat16 on CUDA, if a row has a multiple of 16 bytes.
+    It can in bfloat16 on CUDA, if each row has a multiple of 16 bytes. From compute capability 9.0
+    on it's a single kernel; on older cards PyTorch runs a loop in it.
     """
     at_home = x.device.type == "cuda" and x.dtype == torch.bfloat16
     return at_home and len(x) > 0 and all(size % 8 == 0 for size in sizes)
@@ -62,7 +63,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     `x` (M, C) has E blocks of `counts` (E,) rows, and `weight` (E, F, C) has a matrix for each. The
     weight may have another type: each matrix is converted to the type of `x` just before it is
     used, so that the stack is never copied as a whole, except where `fits_grouped_mm`. ValueError
-    if the counts don't sum to M; on a GPU nobody looks, since that would mean waiting for it.
+    if the counts don't sum to M; not checked where `fits_grouped_mm`, since that would mean waiting
+    for the GPU.
     """
     if fits_grouped_mm(x, *weight.shape[1:]):
         return F.grouped_mm(x.contiguous(), weight.to(x.dtype).mT, offs=_ends(counts))
