@@ -5,13 +5,18 @@ nothing. What a notebook says for other tools (its directives, its hidden cells,
 texts) is translated as it is read.
 """
 
+import functools
 import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package of this tree, wherever another is installed
@@ -130,6 +135,36 @@ def translate_docstring(
     lines[:] = "".join(parts).split("\n")
 
 
+# ---------------------------------------------------------------- navigation
+
+
+@functools.cache
+def titles(env: BuildEnvironment) -> dict[str, nodes.bullet_list]:
+    """The tables of contents, once all is read, without the headings below a title."""
+    tocs = {name: toc.deepcopy() for name, toc in env.tocs.items()}
+    for toc in tocs.values():
+        for item in toc:
+            if not list(item.findall(addnodes.toctree)):
+                del item[1:]
+    return tocs
+
+
+def navigate_by_titles(
+    app: Sphinx, page: str, template: str, context: dict, doctree: nodes.document | None
+) -> None:
+    """The list of all pages beside each page: Sphinx would copy all their headings for it, and drop
+    them again, which took a third of the build.
+    """
+    show_toctree = context["toctree"]
+
+    def show_titles(**options: object) -> str:
+        with patch.object(app.env, "tocs", titles(app.env)):
+            return show_toctree(**options)
+
+    context["toctree"] = show_titles
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", translate)
     app.connect("autodoc-process-docstring", translate_docstring, priority=400)  # before napoleon
+    app.connect("html-page-context", navigate_by_titles)

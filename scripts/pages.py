@@ -2,14 +2,15 @@
 for all of them, `python scripts/pages.py nbs/05a_attention.ipynb` for some.
 
 nbdev_test runs them. Here each page gets a process of its own (on Linux a fork of this one, which
-has imported PyTorch), and a cell that shows something else than it stores fails like one that
-raises. What is compared is what nbval compares: printed text, and the text of what is displayed;
-pictures are counted. A cell with the line `# NBVAL_IGNORE_OUTPUT` may show anything.
+has imported what many pages import), and a cell that shows something else than it stores fails like
+one that raises. What is compared is what nbval compares: printed text, and the text of what is
+displayed; pictures are counted. A cell with the line `# NBVAL_IGNORE_OUTPUT` may show anything.
 
 What only a kernel can tell, `make nightly` asks: there nbval runs every page in one.
 """
 
 import difflib
+import importlib
 import os
 import re
 import signal
@@ -21,14 +22,23 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
-# What most pages import, and what their optimizers import: forked pages find it here.
-import matplotlib.pyplot  # noqa: F401
 import nbdev.test
-import torch._dynamo  # noqa: F401
 from execnb.shell import CaptureShell
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["nbs", "solutions"]
+# What many pages import, or what they call imports: forked pages find it here. None of it draws a
+# random number, sets an option, or starts a thread.
+IMPORTED = [
+    "matplotlib.pyplot",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "ipywidgets",
+    "transformers.models.llama.modeling_llama",
+    "llm_course.training.train",
+    "llm_course.pages.storyteller",
+]
 CORES = min(4, os.cpu_count() or 1)
 IGNORED = re.compile(r"^\s*#\s*NBVAL_IGNORE_OUTPUT\s*$", re.MULTILINE)
 # pictures differ with the fonts of a machine, and a control needs a kernel
@@ -67,6 +77,11 @@ def difference(stored: list, outputs: list) -> str:
 
 class Page(CaptureShell):
     """nbdev's shell; it raises at the end of a page what differs in its cells."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        # pictures are only counted: nbdev's have four times the pixels, and are measured first
+        set_matplotlib_formats("png", bbox_inches=None)
 
     def run_all(self, nb, **options):
         self.differences = []
@@ -113,6 +128,11 @@ def test_page(path: Path, **options) -> tuple[bool, float]:
 
 def main(paths: list[str]) -> int:
     os.chdir(ROOT)
+    if sys.platform == "linux":
+        sys.path.insert(0, str(ROOT))  # the package of this tree, as in a page
+        os.environ["HF_HUB_OFFLINE"] = "1"  # which pages set before they import transformers
+        for name in IMPORTED:
+            importlib.import_module(name)
     status = 0
     with patch.object(nbdev.test, "test_nb", test_page):
         for path in paths:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor, nn
 
-from llm_course.model.config import PRESETS, ModelConfig
+from llm_course.model.config import ModelConfig
 from llm_course.model.decoder import DecoderModel
 from llm_course.model.generation import generate
 from llm_course.model.normalization import RMSNorm
@@ -52,18 +52,17 @@ def differences(config: ModelConfig) -> dict[str, Any]:
     return {f.name: values[f.name] for f in fields(config) if values[f.name] != f.default}
 
 
-def draw_sizes() -> None:
-    """The share of each part in the presets, with their totals."""
+def draw_sizes(counts: Mapping[str, Mapping[str, int]]) -> None:
+    """The share of each part in some models, with their totals."""
     fig, ax = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
-    for row, name in enumerate(PRESETS):
-        counts = count_parts(ModelConfig.preset(name))
-        total = sum(counts.values())
+    for row, parts in enumerate(counts.values()):
+        total = sum(parts.values())
         left = 0.0
         for part, color in PARTS.items():
-            ax.barh(row, counts[part] / total, left=left, color=color, label=part)
-            left += counts[part] / total
+            ax.barh(row, parts[part] / total, left=left, color=color, label=part)
+            left += parts[part] / total
         ax.text(1.02, row, f"{total / 1e9:.2f} billion", va="center", fontsize=9)
-    ax.set_yticks(range(len(PRESETS)), list(PRESETS))
+    ax.set_yticks(range(len(counts)), list(counts))
     ax.invert_yaxis()
     ax.set(xlabel="share of the parameters", xlim=(0, 1.25), xticks=[0, 0.25, 0.5, 0.75, 1])
     handles = ax.get_legend_handles_labels()[0][: len(PARTS)]
