@@ -235,7 +235,8 @@ def expected_next(
 def _plot_distances(axes: Axes, rows: Mapping[str, Mapping[str, Any]], **style: Any) -> None:
     for name, row in rows.items():
         tokens, _, above = np.array(row["held_out"]).T
-        axes.plot(tokens / 1e6, above, "o-", **{"label": name, "markersize": 4} | style)
+        options: dict[str, Any] = {"label": name, "markersize": 4} | style
+        axes.plot(tokens / 1e6, above, "o-", **options)
     axes.axhline(0, color="black", linestyle=":")
     axes.set(xlabel="million tokens read", ylabel="nats above the floor")
 
