@@ -436,23 +436,25 @@ def price_of_a_hat(folder: Path) -> float:
     return short(excess * math.log(2) / data.val_dataset.rows[:, 1:].size)
 
 
-def weighed_price_of_a_hat(folder: Path, num_stories: int = 250) -> float:
+def weighed_prices(folder: Path, num_stories: int = 250) -> dict[str, float]:
     """What a model that draws each thing out of a hat and knows everything else pays in the mean
-    that `WeighedTask` trains on, in nats.
+    that `WeighedTask` trains on, and the information in it, in nats.
     """
     [point, *_] = size_points(folder, "pushed")
     task = WeighedTask(point.config)
     task.build_data()
     tokenizer = load_tokenizer(folder / LEVEL)
-    paid = total = 0.0
+    hat = floor = total = 0.0
     for index in range(num_stories):
         pieces = [*pieces_of(tokenizer, write_story(LEVEL, index=index), LEVEL)]
         labels = torch.tensor([[piece.token for piece in pieces]])
-        weights = 1 + task.names_a_thing(labels)[0].long() * (task.WEIGHT - 1)
-        bits = [HAT if piece.kind == "thing" else piece.bits for piece in pieces]
-        paid += (weights.double() @ torch.tensor(bits, dtype=torch.double)).item()
-        total += weights.sum().item() + 1  # the separator
-    return short(paid * math.log(2) / total)
+        weights = (1 + task.names_a_thing(labels)[0].long() * (task.WEIGHT - 1)).tolist()
+        for piece, weight in zip(pieces, weights, strict=True):
+            hat += weight * (HAT if piece.kind == "thing" else piece.bits)
+            floor += weight * piece.bits
+        total += sum(weights) + 1  # the separator
+    nats = math.log(2) / total
+    return {"hat_weighed": short(hat * nats), "floor_weighed": short(floor * nats)}
 
 
 def finished(points: list[Point], folder: Path) -> list[tuple[Point, Record]]:
@@ -474,7 +476,7 @@ def record(folder: Path) -> Record:
         ],
         "again": repeated(folder),
         "hat": price_of_a_hat(folder),
-        "hat_weighed": weighed_price_of_a_hat(folder),
+        **weighed_prices(folder),
         **{
             stage: [
                 size_record(*one) for one in finished(size_points(folder, stage), folder / stage)

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 # %% ../../../nbs/07b_moe_kernels.ipynb #07bgpu01
 def fits_grouped_mm(x: Tensor, *sizes: int) -> bool:
-    """Whether `grouped_mm` is to multiply the blocks of `x`, by matrices of these sizes.
+    """Whether `grouped_mm` should multiply the blocks of `x` by matrices of these sizes.
 
-    It can in bfloat16 on CUDA, if each row has a multiple of 16 bytes. From compute capability 9.0
-    on it's a single kernel; on older cards PyTorch runs a loop in it.
+    It can in bfloat16 on CUDA, if each row has a multiple of 16 bytes. With compute capability 9.0
+    or 10.0 it's a single kernel; on other cards PyTorch may run a loop in it.
     """
     at_home = x.device.type == "cuda" and x.dtype == torch.bfloat16
     return at_home and len(x) > 0 and all(size % 8 == 0 for size in sizes)
