@@ -19,7 +19,7 @@ def autocasts(*tensors: Tensor) -> bool:
     It leaves float64 alone, and doesn't exist on "meta", where models are built without memory.
     """
     device = tensors[0].device.type
-    # not torch.amp.is_autocast_available: compilers before PyTorch 2.12 stop at it
+    # not torch.amp.is_autocast_available, which PyTorch 2.11 can't compile
     enabled = device != "meta" and torch.is_autocast_enabled(device)
     return enabled and all(tensor.dtype != torch.float64 for tensor in tensors)
 
