@@ -118,11 +118,10 @@ TEXTS = {
 CHUNK = 250  # stories that a process writes at a time
 
 
-def write_texts(folder: Path, processes: int, names: Sequence[str] = tuple(TEXTS)) -> None:
+def write_texts(folder: Path, processes: int) -> None:
     """The tokens of the texts, each in a folder; of every text 9 MB make its tokenizer."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for name in names:
-            text = TEXTS[name]
+        for name, text in TEXTS.items():
             few = story_documents(text.level, num_bytes=9_000_000)
             train, _ = split_stories(few, val_fraction=text.val_fraction)
             place = folder / name
