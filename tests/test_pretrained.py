@@ -1389,7 +1389,7 @@ def test_any_model_opens_elsewhere_or_is_refused_before_anything_is_written(tmp_
         theirs = reopened(folder)
         ids = torch.randint(0, config.vocab_size, (2, config.max_position_embeddings))
         largest = model(ids).logits.abs().max().item()
-        assert difference(model, theirs, ids) <= 1e-5 * max(1.0, largest), (seed, config)
+        assert difference(model, theirs, ids) <= 5e-5 * max(1.0, largest), (seed, config)
         found[theirs.config.model_type] += 1
     # a Phi-3 is a Llama or a Mistral with other files, and those come first
     assert found.keys() == {"refused", *FAMILIES} - {"phi3"} and found["refused"] < 100

@@ -289,7 +289,7 @@ def compare_with_transformers(run_dir: str | Path, folder: str | Path) -> None:
     theirs.model.norm = torch.nn.Identity()
     wrong = (theirs(ids).logits - ours).abs().max().item()
     assert right < 1e-3 < wrong
-    print(f"largest difference {right:.3f}; without the last norm {wrong:.1f}")
+    print(f"largest difference {right:.3f}; without the last norm {wrong:.0f}")
 
 
 def model_card(run_dir: str | Path) -> str:
