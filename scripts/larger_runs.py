@@ -447,7 +447,7 @@ def weighed_prices(folder: Path, num_stories: int = 250) -> dict[str, float]:
     for index in range(num_stories):
         pieces = [*pieces_of(tokenizer, write_story(LEVEL, index=index), LEVEL)]
         labels = torch.tensor([[piece.token for piece in pieces]])
-        weights = (1 + task.names_a_thing(labels)[0].long() * (task.WEIGHT - 1)).tolist()
+        weights = task.weights(labels)[0].tolist()
         for piece, weight in zip(pieces, weights, strict=True):
             hat += weight * (HAT if piece.kind == "thing" else piece.bits)
             floor += weight * piece.bits

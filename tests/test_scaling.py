@@ -10,7 +10,7 @@ from llm_course.pages import larger
 from llm_course.pages import scaling as page
 from llm_course.pages.storyteller import load_storyteller
 from llm_course.text.stories import is_held_out, read_story, write_story
-from llm_course.training.config import Config, DataConfig
+from llm_course.training.config import Config
 from llm_course.training.scaling import (
     Law,
     bootstrap_laws,
@@ -293,17 +293,14 @@ def test_the_larger_runs_are_comparable_with_the_first():
     assert {row["D"] for row in larger.record()["longer"]} == {147_456_000}
 
 
-def test_the_name_of_a_thing_is_its_noun_and_the_adjectives_before_it(tmp_path):
+def test_the_name_of_a_thing_is_its_noun_and_the_adjectives_before_it():
     _, tokenizer = load_storyteller()
-    tokenizer.save(tmp_path)
-    for split in larger.SPLITS:
-        np.save(tmp_path / f"{split}.npy", np.array([tokenizer.eos_token_id] * 9, np.uint16))
-    task = larger.WeighedTask(Config(data=DataConfig(tokenizer=str(tmp_path))))
-    task.build_data()
+    weights = larger.ThingWeights(tokenizer, weight=30)
     story = "Ben saw eleven turquoise robins and took the plain brown scarf. He lost the red ball."
     labels = torch.tensor([tokenizer.encode(story)])
-    named = labels[task.names_a_thing(labels)]
+    named = labels[weights(labels) == 30]
     assert tokenizer.decode(named.tolist()) == " plain brown scarf red ball"
+    assert weights(labels).sum() == labels.numel() + 29 * len(named)
 
 
 def test_stories_prepared_once_are_read_from_their_beginnings(tmp_path):

@@ -75,28 +75,19 @@ class PreparedTask(StoryTask):
         )
 
 
-class WeighedTask(PreparedTask):
-    """`PreparedTask` with a weighed mean as its loss, in which the name of a thing counts `WEIGHT`:
-    its noun, and the adjectives in front of it.
+class ThingWeights:
+    """Weights for a mean over tokens in which the name of a thing counts `weight`: its noun, and
+    the adjectives in front of it. Any other token counts one.
     """
 
-    WEIGHT = 30
     ADJECTIVES = [*COLOURS, *(size.split()[-1] for size in SIZES)]  # "a small"
 
-    def build_data(self) -> PreparedStories:
-        tokenizer = load_tokenizer(self.config.data.tokenizer)
+    def __init__(self, tokenizer: BaseTokenizer, weight: int):
         words = (THINGS, self.ADJECTIVES)
         self.is_noun, self.is_adjective = (token_mask(tokenizer, one) for one in words)
-        return super().build_data()
+        self.weight = weight
 
-    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
-        labels = batch["labels"]
-        weights = 1 + self.names_a_thing(labels).long() * (self.WEIGHT - 1)
-        logits = model(batch["input_ids"]).logits.flatten(0, 1).float()
-        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
-        return StepOutput((losses * weights.flatten()).sum(), weights.sum())
-
-    def names_a_thing(self, labels: Tensor) -> Tensor:
+    def _named(self, labels: Tensor) -> Tensor:
         """Which of the labels (B, T) belong to the name of a thing, as far as the row shows it."""
         is_adjective = self.is_adjective.to(labels.device)[labels[:, :-1]]
         named = self.is_noun.to(labels.device)[labels]
@@ -104,13 +95,45 @@ class WeighedTask(PreparedTask):
             named[:, :-1] |= named[:, 1:] & is_adjective
         return named
 
+    def __call__(self, labels: Tensor) -> Tensor:
+        """The weight of each label: (B, T), int64."""
+        return 1 + self._named(labels).long() * (self.weight - 1)
+
+    def step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        """The weighed loss of a batch, and the sum of its weights."""
+        labels = batch["labels"]
+        weights = self(labels)
+        logits = model(batch["input_ids"]).logits.flatten(0, 1).float()
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return StepOutput((losses * weights.flatten()).sum(), weights.sum())
+
+
+class WeighedTask(PreparedTask):
+    """`PreparedTask` with a weighed mean as its loss, in which the name of a thing counts 30."""
+
+    def build_data(self) -> PreparedStories:
+        self.weights = ThingWeights(load_tokenizer(self.config.data.tokenizer), weight=30)
+        return super().build_data()
+
+    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        return self.weights.step(model, batch)
+
 
 def token_mask(tokenizer: BaseTokenizer, words: Iterable[str]) -> Tensor:
-    """Which tokens (V,) are one of the words with a space in front; each must be a single token."""
-    [tokens] = zip(*(tokenizer.encode(f" {word}") for word in words), strict=True)
-    return torch.zeros(tokenizer.vocab_size, dtype=torch.bool).index_fill(
-        0, torch.tensor(tokens), True
-    )
+    """Which tokens (V,) are one of the words with a space in front.
+
+    ValueError names a word that isn't a single token.
+    """
+    mask = torch.zeros(tokenizer.vocab_size, dtype=torch.bool)
+    for word in words:
+        ids = tokenizer.encode(f" {word}")
+        if len(ids) != 1:
+            raise ValueError(
+                f"{f' {word}'!r} has {len(ids)} tokens and must have one: train the tokenizer on"
+                " more stories"
+            )
+        mask[ids] = True
+    return mask
 
 
 # ------------------------------------------------------------------------------ kinds of words
