@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from llm_course.pages.larger import Share, ThingWeights
+from llm_course.pages.scaling import whole_documents
 from llm_course.text.batches import IGNORE_INDEX
 from llm_course.text.data import BaseDataModule, TextDataModule
 from llm_course.text.stories import read_story, split_stories, story_documents
@@ -84,9 +84,7 @@ class WholeStories(Dataset):
     """
 
     def __init__(self, ids: np.ndarray, separator_id: int, *, num_rows: int):
-        ids = ids.astype(np.int64)
-        ends = np.flatnonzero(ids == separator_id)
-        self.documents = [ids[a + 1 : b] for a, b in pairwise(ends)][:num_rows]
+        self.documents = whole_documents(ids, separator_id)[:num_rows]
         longest = max(map(len, self.documents))
         self.input_ids = torch.full((len(self.documents), longest), separator_id)
         self.labels = torch.full_like(self.input_ids, IGNORE_INDEX)

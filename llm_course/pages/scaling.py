@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,6 +31,13 @@ RECORD = Path(__file__).with_name("scaling_runs.json")
 # ---------------------------------------------------------------- stories with a known entropy
 
 
+def whole_documents(ids: np.ndarray, separator_id: int) -> list[np.ndarray]:
+    """The documents with a separator on either side, as int64."""
+    ids = ids.astype(np.int64)
+    ends = np.flatnonzero(ids == separator_id)
+    return [ids[a + 1 : b] for a, b in pairwise(ends)]
+
+
 class Beginnings(Dataset):
     """The first T tokens of documents, in batches like a `PackedDataset`'s.
 
@@ -38,9 +46,7 @@ class Beginnings(Dataset):
     """
 
     def __init__(self, ids: np.ndarray, separator_id: int, sequence_length: int, *, num_rows: int):
-        ids = ids.astype(np.int64)
-        ends = np.flatnonzero(ids == separator_id)
-        whole = [ids[a + 1 : b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        whole = whole_documents(ids, separator_id)
         self.documents = [one for one in whole if len(one) >= sequence_length][:num_rows]
         rows = [np.concatenate([[separator_id], one[:sequence_length]]) for one in self.documents]
         self.rows = np.stack(rows)  # (N, T + 1)
