@@ -1,4 +1,4 @@
-"""Record the runs of page 22f, in 45 minutes on two cores: python scripts/phrases.py FOLDER
+"""Record the runs of page 22f, in 55 minutes on two cores: python scripts/phrases.py FOLDER
 
 Makes the runs of configs/phrases.yaml in FOLDER, measures them by kind of word, lets each tell a
 story, and writes llm_course/pages/phrases_runs.json. Goes on where it was stopped.
@@ -13,7 +13,7 @@ from typing import Any
 from llm_course.files import write_text
 from llm_course.model.estimate import count_parameters
 from llm_course.pages.larger import shares_by_kind
-from llm_course.pages.phrases import RECORD, PushTask
+from llm_course.pages.phrases import RECORD, ApartTask, PushTask
 from llm_course.text.stories import write_story
 from llm_course.training.callbacks import read_metrics
 from llm_course.training.folder import continuation, load_run
@@ -36,7 +36,8 @@ def recorded(point: Point, row: dict[str, Any]) -> dict[str, Any]:
     pieces = continuation(model, tokenizer, PROMPT, seed=0, temperature=1.0, max_new_tokens=400)
     return {
         "tokenizer": config.data.tokenizer,
-        "is_pushed": config.task.endswith(PushTask.__name__),
+        "is_pushed": config.task.endswith((PushTask.__name__, ApartTask.__name__)),
+        "is_apart": config.task.endswith(ApartTask.__name__),
         "width": config.model.hidden_size,
         "N": count_parameters(replace(config.model, vocab_size=tokenizer.vocab_size)).total,
         "steps": row["step"],

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llm_course.model.decoder import DecoderModel
 from llm_course.pages.scaling import Beginnings, Runs, StoryData, StoryTask, as_runs
-from llm_course.text.batches import PackedDataset
+from llm_course.text.batches import IGNORE_INDEX, PackedDataset
 from llm_course.text.stories import read_story
 from llm_course.text.tokenization import BaseTokenizer, load_tokenizer
 from llm_course.text.wording import COLOURS, SIZES, THINGS
@@ -96,14 +96,17 @@ class ThingWeights:
         return named
 
     def __call__(self, labels: Tensor) -> Tensor:
-        """The weight of each label: (B, T), int64."""
-        return 1 + self._named(labels).long() * (self.weight - 1)
+        """The weight of each label: (B, T), int64; 0 where there is no target."""
+        is_target = labels != IGNORE_INDEX
+        named = self._named(labels.where(is_target, 0))
+        return is_target * (1 + named.long() * (self.weight - 1))
 
     def step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
         """The weighed loss of a batch, and the sum of its weights."""
         labels = batch["labels"]
         weights = self(labels)
-        logits = model(batch["input_ids"]).logits.flatten(0, 1).float()
+        inputs = {name: batch[name] for name in ("input_ids", "document_ids") if name in batch}
+        logits = model(**inputs).logits.flatten(0, 1).float()
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
         return StepOutput((losses * weights.flatten()).sum(), weights.sum())
 
