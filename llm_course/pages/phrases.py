@@ -292,7 +292,8 @@ def plot_runs(names: Sequence[str]) -> None:
     for name in names:
         row = runs()[name]
         steps, above = np.array(row["curve"]).T
-        axes.plot(steps / row["steps"] * row["seconds"] / 60, above, label=name)
+        minutes = steps / row["steps"] * row["seconds"] / 60
+        axes.plot(minutes, above, color=f"C{NAMES.index(name)}", label=name)
     axes.set(xlabel="minutes on one core", ylabel="bits per byte above the entropy")
     axes.set(yscale="log", ylim=(0.02, 0.4))
     axes.set_yticks(
