@@ -144,7 +144,7 @@ def show_merges(text: str, source: str, merges: int, most: int = 2000) -> None:
     last = f", the last one {tokens[-1].decode('utf-8', 'backslashreplace')!r}" if learned else ""
     cut_up = cut(text, learned)
     ratio = len(text.encode()) / max(len(cut_up), 1)
-    show_tokens({f"{merges} merges from {source}{last}; {ratio:.1f} bytes a token": cut_up})
+    show_tokens({f"{len(learned)} merges from {source}{last}; {ratio:.1f} bytes a token": cut_up})
 
 
 def bytes_per_token(texts: Iterable[str], merges: Merges) -> float:
