@@ -85,7 +85,7 @@ bands: $(VENV)/.dev  ## Record again what healthy runs look like, for `llm-cours
 faults: $(VENV)/.dev  ## Plant mistakes in runs, and see whether `llm-course check-run` names them, in some minutes
 	$(BIN)/python -m tests.faults
 
-scaling: $(VENV)/.dev  ## Make the runs of chapter 22 again, fit their law and test its prediction, in half an hour
+scaling: $(VENV)/.dev  ## Make the runs of chapter 22 again, fit their law and test its prediction, in three quarters of an hour
 	$(BIN)/python scripts/scaling.py
 
 release: $(VENV)/.dev  ## Build the wheel and the source distribution, as a tag does: dist/

@@ -1,10 +1,10 @@
-"""Record the runs of chapter 22, in half an hour on one core: `make scaling`
+"""Record the runs of chapter 22, in three quarters of an hour on one core: `make scaling`
 
     python scripts/scaling.py [FOLDER]     # where the runs go; default runs/
 
 Makes the runs of the law, writes down what it predicts for a run four times larger, and only then
-trains that run; then the two sweeps over batch sizes and over learning rates. Goes on where it was
-stopped. Writes llm_course/pages/scaling_runs.json after each stage.
+trains that run, with three seeds; then the two sweeps over batch sizes and over learning rates.
+Goes on where it was stopped. Writes llm_course/pages/scaling_runs.json after each stage.
 """
 
 import json
@@ -118,25 +118,28 @@ def prediction(stored: Record, folder: Path) -> None:
 
 
 def largest_run(stored: Record, folder: Path) -> None:
-    """Train the run that was predicted."""
+    """Train the run that was predicted, and twice more with other seeds."""
     found = stored["prediction"]
     layers, heads = SHAPES[found["width"]]
     steps = found["D"] // 1024
-    point = {
-        "model": {"hidden_size": found["width"], "num_layers": layers, "num_heads": heads},
-        "training": {"max_steps": steps},
-        "optimization": {
-            "learning_rate": float(f"{0.02 * (32 / found['width']) ** 0.5:.3g}"),
-            "warmup_steps": steps // 10,
-        },
-    }
+    points = [
+        {
+            "model": {"hidden_size": found["width"], "num_layers": layers, "num_heads": heads},
+            "training": {"max_steps": steps, "seed": seed},
+            "optimization": {
+                "learning_rate": float(f"{0.02 * (32 / found['width']) ** 0.5:.3g}"),
+                "warmup_steps": steps // 10,
+            },
+        }
+        for seed in range(3)
+    ]
     base = yaml.safe_load((CONFIGS / "scaling.yaml").read_text(encoding="utf-8"))["base"]
     file = folder / "largest.yaml"
-    write_text(file, yaml.safe_dump({"base": base, "points": [point]}))
-    [largest] = read_sweep(file, folder / "scaling")
-    [row] = run_sweep([largest], folder / "scaling", tell=print)
-    found["measured"] = short(row["val_loss"])
-    found["sample"] = sample(largest.config.run_dir)
+    write_text(file, yaml.safe_dump({"base": base, "points": points}))
+    runs = read_sweep(file, folder / "scaling")
+    rows = run_sweep(runs, folder / "scaling", tell=print)
+    found["measured"], *found["other_seeds"] = [short(row["val_loss"]) for row in rows]
+    found["sample"] = sample(runs[0].config.run_dir)
 
 
 def batches(stored: Record, folder: Path) -> None:
